@@ -306,7 +306,6 @@ def lost_library(world: Fresh) -> Iterator[None]:
     assert world.start() == ""
     (world.engine / "torch" / "lib.so").unlink()
     told = integrity.give_up_damaged(world.engine)
-    assert told is not None
     assert "lost files since it was installed (torch/lib.so), perhaps to a virus scanner: start" in told.message
     yield
 
@@ -405,7 +404,6 @@ def old_runs(world: Fresh) -> Iterator[None]:
     with (world.engine / "torch" / "lib.so").open("rb") as held:
         yield
         engine = installed.current_engine(OLD)
-        assert engine is not None
         assert engine.folder == world.engine
         assert held.read() == BIG == (world.engine / "torch" / "lib.so").read_bytes()
 

@@ -181,7 +181,6 @@ class Fresh:
             text=True,
         )
         with process:
-            assert process.stdout is not None
             for line in process.stdout:
                 if json.loads(line).get("step") == step:
                     break

@@ -4,8 +4,6 @@ import contextlib
 import os
 import signal
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -13,8 +11,6 @@ import psutil
 from benchmarks.local_ray import LocalNode, LocalRay
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-_PATIENCE_S = 60.0
-_LOOK_S = 0.05
 
 
 class LoopbackRay(LocalRay):
@@ -41,12 +37,3 @@ class LoopbackRay(LocalRay):
         """Only the raylet dies; its children see to themselves."""
         os.kill(node.raylet, signal.SIGKILL)
         self.nodes.remove(node)
-
-
-def until(is_so: Callable[[], bool], patience_s: float = _PATIENCE_S) -> None:
-    """Waits for something that has to come; time in which this process is stopped does not count."""
-    for _ in range(int(patience_s / _LOOK_S)):
-        if is_so():
-            return
-        time.sleep(_LOOK_S)
-    raise AssertionError("it did not come")

@@ -11,7 +11,6 @@ from PySide6.QtWidgets import QApplication, QPushButton
 from app import main as program
 from app.services.batch_job import RESUMABLE, JobState, key_of
 from app.services.engine_client import EngineState
-from app.views.batch.page import BatchPage
 from app.views.main_window.window import MainWindow
 from app.widgets.page import BATCH
 from engine.common.config import BatchJob, SamplingParams
@@ -27,7 +26,6 @@ class Somebody:
         self._is_listed = False
         window.show_page(BATCH)
         page = window.page(BATCH)
-        assert isinstance(page, BatchPage)
         self._page = page
         page._jobs.listed.connect(self._listed)
         self._timer = QTimer(window, interval=_LOOK_MS)

@@ -121,7 +121,6 @@ def qapp(qapp: QApplication) -> Iterator[QApplication]:
 def theme(qapp: QApplication) -> Iterator[ThemeController]:
     """What dresses the application; it is light and of 14 px again after the test."""
     controller = qapp.findChild(ThemeController)
-    assert isinstance(controller, ThemeController)
     yield controller
     controller.set_choice("light")
     controller.set_font_px(BODY_PX)

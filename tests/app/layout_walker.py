@@ -101,7 +101,6 @@ def _of_window(window: QWidget, screen: QSize) -> Iterator[str]:
     if least.width() > screen.width() or least.height() > screen.height():
         yield f"the window cannot be made smaller than {least.width()} x {least.height()}"
     inside = window.centralWidget() if isinstance(window, QMainWindow) else window
-    assert inside is not None
     wanted = inside.minimumSizeHint()
     if wanted.width() > inside.width() or wanted.height() > inside.height():
         has = f"{inside.width()} x {inside.height()}"

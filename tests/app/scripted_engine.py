@@ -203,6 +203,11 @@ class ScriptedEngine(QObject):
             self.answered.emit(event)
         self._now.end(event)
 
+    def reply(self, *texts: str, **ends: Any) -> None:
+        """The whole answer."""
+        self.write(*texts)
+        self.finish(**ends)
+
     def fail(self, code: ErrorCode, message: str) -> None:
         self._ends()
         self._now.end(Failed(self.request_id, code, message))

@@ -44,19 +44,16 @@ from app.views.chat.attachment_row import PassageDialog
 from app.views.chat.chat_view import ChatView
 from app.views.chat.side_by_side import SideBySide
 from app.views.chat.thought import Thought
-from app.views.chat.transcript import FoldCard
 from app.views.main_window.window import MainWindow, ShortcutsDialog
 from app.views.models.page import ModelsPage
 from app.views.monitor.page import MonitorPage
 from app.views.settings.few_rows import ComputingCard, LicencesDialog
-from app.views.settings.page import SettingsPage
 from app.views.tray import QuickPrompt
 from app.views.tune.cards import TIMED
 from app.views.tune.page import TunePage
 from app.widgets.answer_text import AnswerView
 from app.widgets.asking import ask
 from app.widgets.downloads_card import TokenDialog
-from app.widgets.fields import Slider
 from app.widgets.page import BATCH, CHAT, MODELS, MONITOR, SETTINGS, TUNE, BatchDraft
 from app.widgets.timeline.view import TimelineView
 from engine.batch_files.job_watcher import PlacePace
@@ -422,8 +419,7 @@ def _chat_thought(stage: Stage) -> None:
         stage.chat.composer.box.setPlainText(question)
         stage.chat.composer.box.entered.emit()
         stage.engine.think(THOUGHT)
-        stage.engine.write(answer)
-        stage.engine.finish()
+        stage.engine.reply(answer)
     for turn, seconds in zip(stage.answers(), (12.4, 7.0), strict=True):
         turn.set_row(replace(turn.row, message=replace(turn.row.message, reasoning_s=seconds)))
     stage.thought().header.click()
@@ -583,7 +579,6 @@ def _monitor_requests(stage: Stage) -> None:
     """Five programs ask at about the same time, beside a job."""
     _monitor(stage)
     history = stage.services.telemetry.history
-    assert history is not None
     assert history.end_ns is not None
     recorder, second = Recorder(), 10**9
     for number in range(5):
@@ -643,7 +638,6 @@ def _settings_hub(stage: Stage) -> None:
     """Where models are found: a mirror, and a token for it."""
     stage.window.show_page(SETTINGS)
     page = stage.window.page(SETTINGS)
-    assert isinstance(page, SettingsPage)
     stage.until(lambda: not page.hub._doing.is_busy)
     page.hub.address.setText("https://mirror.example")
     page.hub._show_tokens(("huggingface.co", "mirror.example"))
@@ -661,7 +655,6 @@ def _settings_updates(stage: Stage) -> None:
     )
     updates._set(UpdateStage.OFFERED)
     page = stage.window.page(SETTINGS)
-    assert isinstance(page, SettingsPage)
     assert page.updates is not None
     stage.until(lambda: not page.hub._doing.is_busy)
     (scroll,) = page.findChildren(QScrollArea)
@@ -675,7 +668,6 @@ def _settings_others(stage: Stage) -> None:
     server._key, server._key_stays = "dGhpcyBpcyBub3QgYSBzZWNyZXQ", True
     stage.window.show_page(SETTINGS)
     page = stage.window.page(SETTINGS)
-    assert isinstance(page, SettingsPage)
     at_s = 1_790_000_000.0
     asked: list[tuple[str, str, int, int, float, int, Outcome]] = [
         ("curl/8.5.0", "/v1/messages", 0, 0, 0.0, 401, "refused"),
@@ -690,7 +682,6 @@ def _settings_others(stage: Stage) -> None:
     server._become(ServerState.ON)
     stage.breathe(50)
     scroll = page.findChild(QScrollArea)
-    assert scroll is not None
     scroll.verticalScrollBar().setValue(page.others.y() - 12)
 
 
@@ -814,13 +805,11 @@ def _settings_computing(stage: Stage) -> None:
     """Budgets, and the speed that is predicted for them."""
     stage.window.show_page(SETTINGS)
     page = stage.window.page(SETTINGS)
-    assert isinstance(page, SettingsPage)
     card = page.computing
     with patch("app.views.settings.few_rows.look_at_machine", lambda _device: made.look(made.gpu())):
         stage.settings.default_model = "Qwen3 30B A3B Instruct 2507"
         card._look_again()
         slider = card.controls["vram_bytes"]
-        assert isinstance(slider, Slider)
         stage.until(slider.isEnabled)
     slider.setValue(20)
     stage.until(lambda: any(map(str.isdigit, card.predicted.text())))
@@ -928,7 +917,6 @@ def _long_conversation(stage: Stage, *, prompt_tokens: int = 6400) -> None:
     chat = presenter.conversation.id
     for number in range(3):
         last = presenter.model.last
-        assert last is not None
         question = Message(new_id(), chat, last.id, "user", f"And what of point {number + 1}?", created_at=3.0 + number)
         stats = AnswerStats("stop", prompt_tokens=prompt_tokens, generated_tokens=60, ttft_s=0.4, tokens_per_s=12.5)
         text = f"Point {number + 1}: a router that always picks the same expert is **collapsed**: a loss prevents it."
@@ -971,7 +959,6 @@ def _chat_folded_open(stage: Stage) -> None:
     _chat_folded(stage)
     stage.chat.presenter.model.show_folded(True)
     card = stage.chat.transcript.turns[0]
-    assert isinstance(card, FoldCard)
     card.start_editing()
     stage.breathe(50)
     stage.chat.transcript.verticalScrollBar().setValue(0)
@@ -981,7 +968,6 @@ def _chat_full(stage: Stage) -> None:
     """An answer that ran into the end of the context."""
     stage.open_conversation()
     last = stage.chat.presenter.model.last
-    assert last is not None
     assert last.stats is not None
     full = replace(last.stats, finish_reason="context", prompt_tokens=7900, generated_tokens=292)
     stage.chat.presenter.model.update(replace(last, stats=full))
@@ -1080,8 +1066,7 @@ def _chat_pictures(stage: Stage) -> None:
     chat.attaching.give([_picture(1200, 800), _picture(600, 900)])
     stage.until(lambda: len(chat.presenter.pictures) == 2)
     chat.presenter.send("Which of these two was taken in the morning?")
-    stage.engine.write("The first: the sun stands low on the right, and the hills have hardly any shadow.")
-    stage.engine.finish()
+    stage.engine.reply("The first: the sun stands low on the right, and the hills have hardly any shadow.")
     chat.attaching.give([_picture(900, 900), _picture(300, 900)])
     stage.until(lambda: len(chat.presenter.pictures) == 2)
     chat.composer.box.setPlainText("And these?")
@@ -1095,8 +1080,11 @@ def _chat_pictures_here(stage: Stage) -> None:
     chat.attaching.give([_picture(1200, 800)])
     stage.until(lambda: len(chat.presenter.pictures) == 1)
     chat.presenter.send("What time of day is it in this picture?")
-    stage.engine.write("Early morning: the sun stands low on the right, and the hills have hardly any shadow.")
-    stage.engine.finish(pictures=1, pictures_s=1.84)
+    stage.engine.reply(
+        "Early morning: the sun stands low on the right, and the hills have hardly any shadow.",
+        pictures=1,
+        pictures_s=1.84,
+    )
     chat.attaching.give([_picture(900, 900), _picture(300, 900), _picture(1600, 500)])
     stage.until(lambda: len(chat.presenter.pictures) == 3)
     chat.composer.box.setPlainText("And in these?")
@@ -1182,11 +1170,8 @@ def _chat_tools(stage: Stage) -> None:
     stage.until(lambda: len(engine.requests) == 2)
     engine.call(("calculator", '{"expression": "409.5 / 12"}'))
     stage.until(lambda: len(engine.requests) == 3)
-    engine.write("17.5% of 2,340 litres are **409.5 litres**: 34 buckets of 12 litres, and an eighth of one more.")
-    engine.finish()
+    engine.reply("17.5% of 2,340 litres are **409.5 litres**: 34 buckets of 12 litres, and an eighth of one more.")
     turn = chat.transcript.turns[-1]
-    assert isinstance(turn, AnswerMessage)
-    assert turn.calls is not None
     next(iter(turn.calls.rows.values())).header.click()
 
 
@@ -1216,11 +1201,9 @@ def _settings_tools(stage: Stage) -> None:
     tools.problems["web"] = "web did not speak MCP within 30 seconds of its start: check its command or address."
     tools.allow_always(next(each.key for each in tools.offered() if each.name == "read_note"))
     page = stage.window.page(SETTINGS)
-    assert isinstance(page, SettingsPage)
     stage.window.show_page(SETTINGS)
     stage.breathe(50)
     scroll = page.findChild(QScrollArea)
-    assert scroll is not None
     scroll.verticalScrollBar().setValue(page.tools.y() - 8)
 
 
@@ -1228,10 +1211,8 @@ def _settings_tool_server(stage: Stage) -> None:
     """The dialog for a server with tools."""
     _settings_tools(stage)
     page = stage.window.page(SETTINGS)
-    assert isinstance(page, SettingsPage)
     page.tools.edit(None)
     dialog = page.tools.dialog
-    assert dialog is not None
     dialog.pasted.setPlainText('{"mcpServers": {"files": {}}}')
     dialog.test.click()
     stage.dialog = dialog
@@ -1241,7 +1222,6 @@ def _chat_passage(stage: Stage) -> None:
     """A source that was opened."""
     _chat_sources(stage)
     turn = stage.chat.transcript.turns[-1]
-    assert isinstance(turn, AnswerMessage)
     turn.sources.buttons[0].click()
     (dialog,) = stage.chat.findChildren(PassageDialog)
     stage.until(lambda: bool(dialog.text.toPlainText()))
@@ -1267,10 +1247,8 @@ def _settings_servers(stage: Stage) -> None:
     _add_servers(stage)
     stage.window.show_page(SETTINGS)
     page = stage.window.page(SETTINGS)
-    assert isinstance(page, SettingsPage)
     stage.breathe(50)
     scroll = page.findChild(QScrollArea)
-    assert scroll is not None
     scroll.verticalScrollBar().setValue(page.servers.y() - 20)
 
 
@@ -1278,10 +1256,8 @@ def _settings_server(stage: Stage) -> None:
     """One of them, tested."""
     _settings_servers(stage)
     page = stage.window.page(SETTINGS)
-    assert isinstance(page, SettingsPage)
     page.servers.edit(ELSEWHERE)
     dialog = page.servers.dialog
-    assert dialog is not None
     dialog.show_seen(About(ELSEWHERE.found, "Qwen/Qwen3-235B-A22B", 0.012, 0.34))
     stage.dialog = dialog
 
@@ -1336,8 +1312,7 @@ def _chat_side_by_side(stage: Stage) -> None:
     dialog = _side_by_side(stage)
     dialog.ask_button.click()
     stage.engine.turn_to(0)
-    stage.engine.write(ANSWER)
-    stage.engine.finish()
+    stage.engine.reply(ANSWER)
     stage.engine.turn_to(1)
     stage.engine.write(ANSWER[:420])
     stage.breathe(80)
@@ -1372,8 +1347,7 @@ def _quick_question(stage: Stage) -> None:
     stage.dialog = prompt
     prompt.show()
     prompt.ask(prompt.box.toPlainText())
-    stage.engine.write(ANSWER)
-    stage.engine.finish()
+    stage.engine.reply(ANSWER)
     stage.breathe(60)
 
 
@@ -1381,10 +1355,8 @@ def _settings_tray(stage: Stage) -> None:
     stage.settings.tray = True
     _settings(stage)
     page = stage.window.page(SETTINGS)
-    assert isinstance(page, SettingsPage)
     stage.breathe(30)
     scroll = page.findChild(QScrollArea)
-    assert scroll is not None
     scroll.ensureWidgetVisible(page.cards["Quick question"], 0, 200)
 
 

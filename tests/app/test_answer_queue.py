@@ -5,9 +5,8 @@ from collections.abc import Iterator
 import pytest
 from pytestqt.qtbot import QtBot
 
-from app.services.answer_queue import AnswerQueue, Phase, Stage, prompt_of
+from app.services.answer_queue import AnswerQueue, Phase, prompt_of
 from app.services.chat_store import ChatStore, Conversation, Message, MessageState
-from app.services.engine_client import EngineState
 from engine.common.config import SamplingParams
 from engine.protocol import ChatMessage
 from tests.app.scripted_engine import ScriptedEngine
@@ -58,25 +57,6 @@ def bench(qtbot: QtBot, engine: ScriptedEngine) -> Iterator[Bench]:
     assert store.close() == 0
 
 
-def test_an_answer_is_gathered_shown_and_saved(bench: Bench, qtbot: QtBot) -> None:
-    bench.ask("a")
-    bench.engine.read(41, 100)
-    assert bench.phases[-1] == ("a", Phase(Stage.READING, 0.41))
-    bench.engine.write("He", "", "l", "lo")
-    assert bench.texts == [("a", "He")], "the first at once, the others gathered for a moment"
-    assert bench.phases[-1][1].stage is Stage.WRITING
-    qtbot.waitUntil(lambda: len(bench.texts) == 2)
-    assert bench.texts[1] == ("a", "Hello")
-    bench.engine.write(" there")
-    bench.engine.finish(prompt_tokens=12)
-    (ended,) = bench.ended
-    assert (ended.content, ended.state, ended.model) == ("Hello there", MessageState.COMPLETE, "Starter")
-    assert ended.stats is not None
-    assert (ended.stats.prompt_tokens, ended.stats.generated_tokens) == (12, 5)
-    assert bench.saved(qtbot, "a") == ended
-    assert bench.queue.is_idle
-
-
 def test_a_growing_answer_is_saved_in_steps(bench: Bench, qtbot: QtBot, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[str] = []
     monkeypatch.setattr(bench.store, "save_step", lambda message: steps.append(message.content))
@@ -86,43 +66,6 @@ def test_a_growing_answer_is_saved_in_steps(bench: Bench, qtbot: QtBot, monkeypa
     qtbot.waitUntil(lambda: len(steps) == 1)
     assert steps == ["x" * 100], "one step for many tokens"
     bench.engine.finish()
-
-
-def test_answers_wait_for_the_model_and_not_for_one_another(bench: Bench, engine: ScriptedEngine) -> None:
-    engine.model, engine.state = None, EngineState.STARTING
-    bench.ask("a")
-    bench.ask("b")
-    assert bench.phases[-1] == ("b", Phase(Stage.LOADING))
-    engine.start_loading(0.4)
-    assert bench.queue.phase("a") == Phase(Stage.LOADING, 0.4)
-    assert engine.requests == []
-    engine.end_loading()
-    assert len(engine.requests) == 2
-    assert bench.queue.phase("b") == Phase(Stage.READING)
-    engine.write("of b")
-    engine.finish()
-    engine.turn_to(0)
-    engine.write("of a")
-    engine.finish()
-    assert [(message.id, message.content) for message in bench.ended] == [("b", "of b"), ("a", "of a")]
-
-
-def test_two_answers_grow_at_once(bench: Bench, engine: ScriptedEngine, qtbot: QtBot) -> None:
-    bench.ask("a")
-    bench.ask("b")
-    for number, name in enumerate("abab"):
-        engine.turn_to(number % 2)
-        engine.write(name)
-    qtbot.waitUntil(lambda: {("a", "aa"), ("b", "bb")} <= set(bench.texts))
-    bench.queue.stop("a")
-    assert engine.cancelled == ["r0"]
-    engine.turn_to(0)
-    engine.finish("cancelled")
-    assert [(m.id, m.content, m.reason_code) for m in bench.ended] == [("a", "aa", "cancelled")]
-    engine.turn_to(1)
-    engine.write("b")
-    engine.finish()
-    assert bench.ended[-1].content == "bbb"
 
 
 def test_stopping_keeps_the_text_and_a_waiting_answer_never_starts(bench: Bench, engine: ScriptedEngine) -> None:
@@ -166,10 +109,8 @@ def test_the_time_of_a_thought_ends_with_the_answers_first_text(bench: Bench, qt
     now += 5
     bench.engine.write("Paris")
     now += 30
-    bench.engine.write(".")
-    bench.engine.finish()
+    bench.engine.reply(".")
     (answer,) = bench.ended
     assert (answer.reasoning, answer.content, answer.reasoning_s) == ("Let me see.", "Paris.", 12.0)
-    assert answer.stats is not None
     assert answer.stats.generated_tokens == 5
     assert bench.saved(qtbot, "a") == answer

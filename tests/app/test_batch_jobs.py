@@ -75,7 +75,6 @@ def journal_of(job: BatchJob, *answers: Answer, finished: bool = False) -> None:
 
 def state(jobs: BatchJobs, key: str) -> JobState:
     entry = jobs.entry(key)
-    assert entry is not None
     return entry.state
 
 
@@ -104,12 +103,10 @@ def test_a_job_that_runs_beside_a_chat_shares_the_engine_with_it(
     engine.plan()
     engine.generate((), SamplingParams())
     entry = jobs.entry(key)
-    assert entry is not None
     assert entry.beside_chat
     assert entry.plan is not None
     engine.finish()
     entry = jobs.entry(key)
-    assert entry is not None
     assert not entry.beside_chat
 
 
@@ -119,7 +116,6 @@ def test_jobs_run_one_after_the_other(jobs: BatchJobs, engine: ScriptedBatches, 
     assert (state(jobs, first), state(jobs, second)) == (JobState.RUNNING, JobState.QUEUED)
     engine.tell(3, 6, failed=1, rate=30.0, left=10.0)
     entry = jobs.entry(first)
-    assert entry is not None
     assert (entry.done, entry.failed, entry.total, entry.tokens_per_s) == (3, 1, 6, 30.0)
     assert entry.ends_low_s is not None
     assert entry.ends_high_s == entry.ends_low_s + 10.0
@@ -190,14 +186,12 @@ def test_pause_and_resume_and_retry(jobs: BatchJobs, engine: ScriptedBatches, tm
     assert engine.cancelled == ["b0"]
     engine.end(2, finished=False)
     entry = jobs.entry(key)
-    assert entry is not None
     assert (entry.state, entry.reason, entry.done) == (JobState.PAUSED, "", 2)
     jobs.resume(key)
     assert [run.command.job.start for run in engine.jobs] == ["new", "resume"]
     engine.end(6, 2)
     jobs.resume(key, "retry_failed")
     entry = jobs.entry(key)
-    assert entry is not None
     assert (entry.done, entry.failed) == (4, 0)
     assert engine.jobs[-1].command.job.start == "retry_failed"
     engine.end(6)
@@ -211,7 +205,6 @@ def test_stop_keeps_what_is_answered(jobs: BatchJobs, engine: ScriptedBatches, t
     jobs.stop(key)
     engine.end(3, finished=False)
     entry = jobs.entry(key)
-    assert entry is not None
     assert (entry.state, entry.done) == (JobState.STOPPED, 3)
 
 
@@ -221,7 +214,6 @@ def test_a_dead_engine_pauses_the_job_and_says_why(jobs: BatchJobs, engine: Scri
     engine.set_state(EngineState.DIED)
     engine.fail_job(ErrorCode.ENGINE_DIED, "The engine was killed (signal 9).")
     entry = jobs.entry(key)
-    assert entry is not None
     assert (entry.state, entry.done) == (JobState.PAUSED, 2)
     assert "signal 9" in entry.reason
     engine.set_state(EngineState.READY)
@@ -234,7 +226,6 @@ def test_a_refused_job_says_why_and_the_next_one_runs(jobs: BatchJobs, engine: S
     first, second = jobs.add(a_job(tmp_path, "one")), jobs.add(a_job(tmp_path, "two"))
     engine.fail_job(ErrorCode.INVALID_REQUEST, "The input was changed.")
     entry = jobs.entry(first)
-    assert entry is not None
     assert (entry.state, entry.reason) == (JobState.FAILED, "The input was changed.")
     assert state(jobs, second) is JobState.RUNNING
 
@@ -243,7 +234,6 @@ def test_another_model_pauses_the_job(jobs: BatchJobs, engine: ScriptedBatches, 
     key = jobs.add(a_job(tmp_path))
     engine.end(2, finished=False)  # nobody here asked for that
     entry = jobs.entry(key)
-    assert entry is not None
     assert entry.state is JobState.PAUSED
     assert "another model" in entry.reason
 
@@ -391,7 +381,6 @@ def test_answers_come_in_pages_with_their_prompts(
     assert [one.row for one in reader.page(2)] == [3, 5]
     assert [(one.row, one.problem) for one in reader.page(-1, ended="failed")] == [(3, "is empty")]
     whole = reader.whole(2)
-    assert whole is not None
     assert (whole.answer, whole.prompt) == ("2" * 900, "Say line 2")
     assert reader.whole(4) is None
     Path(job.input).unlink()

@@ -237,7 +237,6 @@ def test_nonsense_is_shown_as_little(card: CacheCard, qtbot: QtBot) -> None:
         memory=(MemoryPart("ram", "total", -5),),
     )
     cards = (card, PoliciesCard(), PredictionCard(), MemoryCard())
-    each: CacheCard | PoliciesCard | PredictionCard | MemoryCard
     for each in cards:
         qtbot.addWidget(each)
         each.show_report(mad)
@@ -307,7 +306,6 @@ def test_a_token_is_the_mean_of_decode_steps(qtbot: QtBot) -> None:
     steps["name"][:10] = PREFILL
     history.add_steps(steps)
     figures = token_figures(history)
-    assert figures is not None
     assert (figures.tokens, figures.used, figures.joules) == (40, 384.0, None)
     assert figures.took_s == pytest.approx(0.008)
     card = TokenCard()

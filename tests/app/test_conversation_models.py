@@ -1,10 +1,8 @@
 """The models behind the chat page, without a window."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -15,11 +13,9 @@ from app.models.conversation import ROW_ROLE, ConversationModel
 from app.models.conversation_list import ConversationListModel
 from app.services.chat_store import Conversation, Message, MessageTree, SearchHit
 from app.services.chat_store.records import MAX_TITLE, title_from
-from app.services.kept import Preset, own_sampling, preset_of
+from app.services.kept import Preset, preset_of
 from engine.common.chat import Picture
 from engine.common.config import SamplingParams
-from engine.common.model_info import ModelInfo
-from tests.app.scripted_engine import STARTER
 
 NOW = datetime(2026, 11, 20, 9, 30)
 
@@ -152,22 +148,6 @@ def test_presets_are_recognised() -> None:
     assert Preset.CREATIVE.beside(own).dry_range == 500
     assert preset_of(replace(Preset.PRECISE.value, top_k=3), own) is None
     assert preset_of(replace(Preset.PRECISE.value, dry_multiplier=0.5), own) is None
-
-
-def _model_at(folder: Path) -> ModelInfo:
-    return replace(STARTER, path=str(folder))
-
-
-def test_the_own_sampling_of_a_model_is_in_its_folder(tmp_path: Path) -> None:
-    file = tmp_path / "generation_config.json"
-    file.write_text(json.dumps({"do_sample": True, "temperature": 0.6, "top_k": 20, "min_p": 0.1}))
-    assert own_sampling(_model_at(tmp_path)) == SamplingParams(
-        temperature=0.6, top_k=20, min_p=0.1, max_tokens=Preset.BALANCED.value.max_tokens
-    )
-    for text in ("{}", "{"):
-        file.write_text(text)
-        assert own_sampling(_model_at(tmp_path)) == Preset.BALANCED.value
-    assert own_sampling(None) == Preset.BALANCED.value
 
 
 @given(st.text(min_size=1, max_size=300))

@@ -188,7 +188,6 @@ def test_a_download_that_needs_permission_is_given_a_token_here(page: FirstRunPa
     downloads.show(download(DownloadState.FAILED, error_code="download_failed", problem="Its makers ask for more."))
     page.progress.token.click()
     dialog = page.findChild(TokenDialog)
-    assert dialog is not None
     dialog.field.setText("hf_secret")
     dialog.save.click()
     assert downloads.asked[1:] == [("token", "huggingface.co"), ("resume", downloads.entries[0].key)]
@@ -353,8 +352,6 @@ def test_the_starter_can_be_had_from_the_picker_models_and_tune(
         stage.chat.choose_model()
         offers = [page.findChild(StarterOffer) for page in (stage.chat.picker, stage.window.page(MODELS), stage.tune)]
         picker, models, tune = offers
-        assert picker is not None
-        assert models is not None
         assert tune is not None
         qtbot.waitUntil(lambda: not any(offer.isHidden() for offer in (picker, models, tune)))
         picker.get_button.click()

@@ -26,7 +26,6 @@ from app.services.history.history import History
 from app.services.settings import Settings
 from app.services.telemetry_hub import TelemetryHub
 from app.theme import ThemeController
-from app.views.chat.transcript import UserMessage
 from app.views.main_window.window import ShortcutsDialog
 from app.views.monitor.engine_cards import EngineCards, ExpertCard
 from app.widgets.fields import ComboBox, DoubleSpinBox, Slider, SpinBox
@@ -194,7 +193,6 @@ def test_a_mark_opens_and_closes_by_key(qtbot: QtBot, key: Qt.Key) -> None:
     assert mark.focusPolicy() & Qt.FocusPolicy.TabFocus
     qtbot.keyClick(mark, key)
     bubble = mark.bubble
-    assert bubble is not None
     assert mark.explanation in bubble.accessibleName()
     qtbot.keyClick(bubble, Qt.Key.Key_Escape)
     assert mark.bubble is None
@@ -265,7 +263,6 @@ def test_keys_and_focus(settings: Settings, theme: ThemeController, tmp_path: Pa
         assert box.hasFocus()
         qtbot.keyClick(box, Qt.Key.Key_F1)
         dialog = window.findChild(ShortcutsDialog)
-        assert dialog is not None
         assert "Ctrl+Q" in [label.text() for label in dialog.findChildren(QLabel)]
         dialog.close()
         with qtbot.waitSignal(window.closing):  # though the answer is still being written
@@ -281,10 +278,8 @@ def test_after_an_edited_message_is_sent_again_one_goes_on_writing(
         stage.window.activateWindow()
         stage.open_conversation()
         first = stage.chat.transcript.turns[0]
-        assert isinstance(first, UserMessage)
         first.start_editing()
         editor = first.findChild(QPlainTextEdit)
-        assert editor is not None
         qtbot.waitUntil(editor.hasFocus)
         editor.setPlainText("Another question")
         qtbot.keyClick(editor, Qt.Key.Key_Return)
@@ -300,7 +295,6 @@ def test_the_list_has_the_keys_of_the_timeline(
         stage.window.show_page(MONITOR)
         stage.window.show_shortcuts()
         dialog = stage.window.findChild(ShortcutsDialog)
-        assert dialog is not None
         said = [label.text() for label in dialog.findChildren(QLabel)]
         for pressed, words in timeline_keys():
             assert said.count(words) == 1

@@ -177,7 +177,6 @@ def test_models_are_listed_with_what_is_wrong_with_them(library: Library, qtbot:
         library.look()
     found = library.entry("broken")
     assert library.was_listed
-    assert found is not None
     assert found.problem
     assert library.entry(str(models_dir() / "broken")) is found
     assert library.entry("nowhere") is None
@@ -365,7 +364,6 @@ def test_closing_stops_the_process_and_the_next_window_goes_on(make: Make, qtbot
     downloads.add(CANDIDATE)
     qtbot.waitUntil(lambda: downloads.is_running)
     process = downloads._process
-    assert process is not None
     downloads.close()
     assert process.processId() == 0
     following = make(SLEEPS)

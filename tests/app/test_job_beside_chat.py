@@ -18,7 +18,6 @@ from app.services.services import Services
 from app.services.settings import Settings
 from app.theme import ThemeController
 from app.views.batch.page import BatchPage
-from app.views.chat.chat_view import ChatView
 from app.views.main_window.window import MainWindow
 from app.widgets.page import BATCH, CHAT
 from engine.common.config import HERE, EngineConfig, SamplingParams
@@ -80,7 +79,6 @@ def start_job(window: MainWindow, qtbot: QtBot, folder: Path) -> BatchPage:
     source.write_text("".join(json.dumps({"text": f"Write about the number {row}."}) + "\n" for row in range(ROWS)))
     window.show_page(BATCH)
     page = window.page(BATCH)
-    assert isinstance(page, BatchPage)
     page.open_files([source])
     page.form.places.box("Rack").setChecked(True)
     assert page.form.places.names == (HERE, "Rack")
@@ -109,7 +107,6 @@ def test_the_chat_goes_first_and_every_row_is_answered_once(
     # A chat, while the server is silent and this PC has rows of the job.
     shown.show_page(CHAT)
     chat = shown.page(CHAT)
-    assert isinstance(chat, ChatView)
     chat.presenter.set_sampling(SamplingParams(temperature=0.0, max_tokens=40))
     chat.composer.box.setPlainText("Write a long story about a train.")
     qtbot.keyClick(chat.composer.box, Qt.Key.Key_Return)

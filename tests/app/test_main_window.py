@@ -25,7 +25,6 @@ from app.services.services import Services
 from app.services.settings import Settings
 from app.theme import ThemeController
 from app.views.main_window.window import SMALLEST, MainWindow
-from app.views.settings.page import SettingsPage
 from app.widgets import charts_ready
 from app.widgets.page import BATCH, CHAT, FIRST_RUN, MODELS, MONITOR, SETTINGS, TUNE, Page, PageEntry
 from engine.checkpoint.downloads.queue import DownloadState
@@ -225,7 +224,6 @@ def test_another_default_model_waits_for_the_word_while_a_job_runs(
     begun: list[bool] = []
     monkeypatch.setattr(ModelStart, "begin", lambda _self: begun.append(True))
     page = window.page(SETTINGS)
-    assert isinstance(page, SettingsPage)
     page.reload_wanted.emit()
     assert begun == [True]
     entry = JobEntry("job", BatchJob("in.csv", "out.csv"), JobState.RUNNING, 1.0)

@@ -214,7 +214,6 @@ def test_a_model_that_was_opened_from_elsewhere_is_listed_while_it_is_loaded(sce
     scene.library.show()
     here = scene.page.here
     assert here.nothing.isHidden()
-    assert here.entry is not None
     assert (here.entry.name, here.unload.isHidden(), here.remove.isEnabled()) == ("mine", False, False)
     assert here.caption.text() == "1 model"
     copy = replace(parts.MODELS[1], also=(("folder", Path("/elsewhere/mine.gguf")),))
@@ -336,7 +335,6 @@ def test_when_a_model_was_used_is_said_in_days(days: int, text: str) -> None:
 
 def test_folders_are_added_and_taken_off_the_list(scene: Scene, tmp_path: Path, qtbot: QtBot) -> None:
     dialog = scene.page.open_folders()
-    assert isinstance(dialog, FoldersDialog)
     before = scene.library.calls.look.call_count
     with qtbot.waitSignal(dialog.changed):
         dialog.add_folder(tmp_path)
@@ -365,7 +363,6 @@ def test_the_catalogue_is_listed_and_its_models_are_downloaded_by_a_click_and_th
     scene.downloads.calls.add_reference.assert_not_called()
     search.results.choose(1)
     offer = search.offer.offer
-    assert offer is not None
     search.offer.get.click()
     assert scene.downloads.calls.add_reference.call_args.args[0] == offer.reference
     scene.downloads.show(replace(parts.download("one"), reference=offer.reference))
@@ -439,7 +436,6 @@ def test_a_search_leads_to_a_repository_and_its_recommended_file(scene: Scene, q
     scene.hub.calls.open.assert_called_once_with(parts.REPOSITORY.id)  # the first is looked into at once
     scene.hub.show()
     row = search.fit.table.row
-    assert row is not None
     assert row.candidate.label == "Q4_K_M"
     search.fit.download.click()
     assert scene.downloads.calls.add.call_args.args[0] == row.candidate
@@ -508,7 +504,6 @@ def test_a_file_that_the_user_chose_stays_chosen(scene: Scene) -> None:
     fit.table.setCurrentIndex(fit.table.rows.index(2, 0))
     fit.context.setValue(fit.context.value() + 1)
     scene.hub.judge_now()
-    assert fit.table.row is not None
     assert fit.table.row.candidate.label == "Q6_K"
 
 
@@ -571,7 +566,6 @@ def test_a_gated_model_asks_for_a_token_before_the_download(scene: Scene, qtbot:
     scene.page.search.fit.download.click()
     scene.downloads.calls.add.assert_not_called()
     dialog = scene.page.findChild(TokenDialog)
-    assert dialog is not None
     assert not dialog.save.isEnabled()
     dialog.field.setText(" hf_secret ")
     dialog.save.click()
@@ -593,7 +587,6 @@ def test_a_repository_that_is_not_open_is_read_again_with_a_token(scene: Scene) 
     scene.hub.opened.emit(RepositoryAnswer("org/x", trouble=trouble))
     search.token.click()
     dialog = scene.page.findChild(TokenDialog)
-    assert dialog is not None
     dialog.field.setText("hf_secret")
     dialog.save.click()
     host, _token, then = scene.downloads.calls.save_token.call_args.args
@@ -656,7 +649,6 @@ def test_a_failed_download_is_resumed_or_given_a_token(scene: Scene) -> None:
     scene.downloads.calls.resume.assert_called_once_with("gemma")
     card.token.click()
     dialog = scene.page.findChild(TokenDialog)
-    assert dialog is not None
     dialog.field.setText("hf_secret")
     dialog.save.click()
     host, _token, then = scene.downloads.calls.save_token.call_args.args
@@ -785,7 +777,6 @@ def test_a_model_in_two_stores_says_so_and_which_copy_goes(scene: Scene) -> None
     assert "also in LM Studio" in here.facts.text()
     here.remove_wanted.emit(twice)
     box = scene.page.findChild(QMessageBox)
-    assert box is not None
     assert str(twice.path.parent) in box.informativeText()
     assert str(other.parent) in box.informativeText()
     box.close()
@@ -797,7 +788,6 @@ def test_a_pasted_reference_says_which_file_is_taken(scene: Scene, qtbot: QtBot)
     search.button.click()
     scene.hub.show()
     row = search.fit.table.row
-    assert row is not None
     assert search.fit.which.isVisible()
     assert row.candidate.label in search.fit.which.text()
     assert row.candidate.files[0].path.rpartition("/")[2] in search.fit.details.text()

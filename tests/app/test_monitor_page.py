@@ -162,7 +162,6 @@ def test_what_the_engine_says_is_shown_and_its_death_told(
     engine.die()
     assert "The engine has stopped." in page.summary.accessibleName()
     history = hub.history
-    assert history is not None
     qtbot.waitUntil(lambda: bool(history.marks_between(0, 2**62)), timeout=20_000)
     assert history.has_engine  # what was recorded stays
     engine.set_state(EngineState.STARTING)
@@ -411,8 +410,6 @@ def test_figures_of_a_token_are_of_what_ran_last() -> None:
     chat, later = decoded(100, START), batch(30, START + 100 * STEP_NS)
     before = token_figures(history_of(chat))
     during = token_figures(history_of(chat, later))
-    assert before is not None
-    assert during is not None
     assert (before.is_batch, during.is_batch) == (False, True)
     assert (during.tokens, during.steps) == (30 * ROWS, 30)
     assert before.used == during.used == 20.0  # a token of a batch uses as many experts as one of a chat

@@ -73,7 +73,6 @@ def test_the_plan_is_predicted_as_it_will_be_in_the_race() -> None:
     """With the same machine and model the page and the race have one figure for one way of running it."""
     shape = planning._shape("olmoe-1b-7b")
     plan = planning.answer(QUESTION).plan
-    assert plan is not None
     field = choose_contestants(
         Situation(
             machine=lambda precision: LOOK.machine(precision, shape.expert_bytes(precision)),
@@ -100,7 +99,6 @@ def test_after_a_run_the_page_has_the_figure_that_was_timed(monkeypatch: pytest.
     taken = measurements(MACHINE)
     look = MachineLook(MACHINE, "", taken, machine_profile(MACHINE, taken))
     before = planning.answer(PlanQuestion(look, config)).plan
-    assert before is not None
     assert not before.speed.timed_at
 
     def speed(asked: EngineConfig) -> float:
@@ -109,9 +107,7 @@ def test_after_a_run_the_page_has_the_figure_that_was_timed(monkeypatch: pytest.
     request = StartTuning("t", config, even_if_busy=True)
     around_us = around(watch=others_take(lambda: others))
     result = tune(MadeUpEngine(speed), request, lambda _event: None, lambda: False, around_us).result
-    assert result is not None
     after = planning.answer(PlanQuestion(look, config)).plan
-    assert after is not None
     if others:  # what other programs have spoiled changes nothing that is said of this machine
         assert after.speed == before.speed
         return
@@ -134,7 +130,6 @@ def test_what_fits_nowhere_says_what_would() -> None:
 def test_a_disk_without_room_is_said() -> None:
     look = made.look()
     plan = planning.answer(PlanQuestion(look, EngineConfig("qwen3-235b-a22b"))).plan
-    assert plan is not None
     assert plan.disk_bytes
     assert look.probe.models_disk is not None
     full = replace(look, probe=replace(look.probe, models_disk=replace(look.probe.models_disk, free_bytes=made.GIB)))

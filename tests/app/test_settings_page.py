@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,8 @@ PATIENCE_MS = 20_000
 
 @pytest.fixture
 def server(settings: Settings) -> Iterator[ApiServer]:
-    result = ApiServer(ScriptedEngine(), settings)  # type: ignore[arg-type]
-    yield result
-    result.close()
+    with closing(ApiServer(ScriptedEngine(), settings)) as result:  # type: ignore[arg-type]
+        yield result
 
 
 @pytest.fixture
@@ -95,7 +95,6 @@ def test_a_theme_and_a_text_size_are_applied_and_kept(
     _button(page, "System").click()
     assert settings.theme == "system"
     slider = page.findChild(QSlider)
-    assert slider is not None
     slider.setValue(18)
     assert (theme.font_px, settings.font_px) == (18, 18)
     slider.setSliderDown(True)  # while it is dragged nothing moves under the pointer
@@ -112,7 +111,6 @@ def test_a_default_model_that_is_gone_is_still_shown(
     page = SettingsPage(settings, theme, server, Endpoints(settings), _tools(settings))
     qtbot.addWidget(page)
     combo = page.model.findChild(QComboBox)
-    assert combo is not None
     assert combo.currentData() == "gone"
 
 
@@ -121,7 +119,6 @@ def test_what_the_engine_is_told_is_what_is_chosen_and_can_take_effect_at_once(
 ) -> None:
     card = page.computing
     box = card.controls["threads"]
-    assert isinstance(box, SpinBox)
     assert box.text() == "Automatic"
     assert not card.apply.isEnabled()
     box.setValue(1)
@@ -135,7 +132,6 @@ def test_what_the_engine_is_told_is_what_is_chosen_and_can_take_effect_at_once(
     assert box.value() == 1
     for key, value in (("speculation", "off"), ("kv_precision", "int8"), ("cache_policy", "lfu"), ("misses", "cpu")):
         choice = next(card.controls[key] for card in page.cards.values() if key in card.controls)
-        assert isinstance(choice, ComboBox)
         assert getattr(settings.engine("starter"), key) == getattr(EngineConfig(""), key)
         choice.setCurrentIndex(choice.findData(value))
         choice.activated.emit(choice.currentIndex())
@@ -152,10 +148,6 @@ def test_budgets_precision_and_device_are_set_by_mouse_with_the_predicted_speed(
     monkeypatch.setattr("app.services.planning.answer", lambda question: _planned(asked, question))
     card = page.computing
     vram, ram, precision, device = (card.controls[key] for key in ("vram_bytes", "ram_bytes", "precision", "device"))
-    assert isinstance(vram, Slider)
-    assert isinstance(ram, Slider)
-    assert isinstance(precision, ComboBox)
-    assert isinstance(device, ComboBox)
     page.hide()  # it has looked at the real machine
     page.show()
     qtbot.waitUntil(lambda: vram.isEnabled() and "tokens/s" in card.predicted.text(), timeout=PATIENCE_MS)
@@ -193,9 +185,7 @@ def _planned(asked: list[PlanQuestion], question: PlanQuestion) -> PlanAnswer:
 def test_what_experts_set_is_folded_away_and_found_by_its_words(page: SettingsPage, settings: Settings) -> None:
     card = page.cards["For experts"]
     slots = card.controls["cache_slots"]
-    assert isinstance(slots, SpinBox)
     assert not slots.isVisible()
-    assert card.unfold is not None
     card.unfold.click()
     assert slots.isVisible()
     slots.setValue(12)
@@ -378,7 +368,6 @@ def test_servers_with_tools_are_added_changed_and_removed(page: SettingsPage, se
     card = page.tools
     card.edit(None)
     dialog = card.dialog
-    assert dialog is not None
     dialog.keep.click()
     assert dialog.trouble.text() == "Give the server a name."
     dialog.name.setText("files")
@@ -397,7 +386,6 @@ def test_servers_with_tools_are_added_changed_and_removed(page: SettingsPage, se
     assert not dialog.isVisible()
     card.edit(None)
     dialog = card.dialog
-    assert dialog is not None
     dialog.pasted.setPlainText('{"mcpServers": {"files": {"command": "x"}}}')
     dialog.keep.click()
     assert "named files" in dialog.trouble.text()
@@ -406,7 +394,6 @@ def test_servers_with_tools_are_added_changed_and_removed(page: SettingsPage, se
     assert [each.name for each in card._tools.servers] == ["files", "web"]
     card.edit(kept)
     dialog = card.dialog
-    assert dialog is not None
     assert (dialog.command.text(), dialog.pasted.isVisibleTo(dialog)) == ("npx -y 'a server'", False)
     # The value is not shown, and goes to no other command.
     assert dialog.variables.toPlainText() == "KEY=••••••••"

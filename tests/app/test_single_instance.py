@@ -33,7 +33,6 @@ app.exec()
 def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process that has claimed `tmp_path`."""
     process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
     assert process.stdout.readline() == "OURS\n"
     yield process
     process.kill()
@@ -64,7 +63,6 @@ def test_two_folders_are_two_windows(qtbot: QtBot, tmp_path: Path) -> None:
 def test_the_second_start_raises_the_first(qtbot: QtBot, tmp_path: Path, holder: subprocess.Popen[str]) -> None:
     second = SingleInstance(tmp_path)
     assert second.claim() is Claim.RAISED_OTHER
-    assert holder.stdout is not None
     assert holder.stdout.readline() == "raised\n"
     second.release()  # harmless: the folder is not ours
     assert SingleInstance(tmp_path).claim() is Claim.RAISED_OTHER

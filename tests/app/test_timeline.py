@@ -159,7 +159,6 @@ def test_lanes_read_what_was_recorded(history: History) -> None:
 
 def test_a_token_says_what_it_waited_for(history: History) -> None:
     token = token_at(history, ORIGIN_NS + 10 * STEP_NS + 100, 1000.0)
-    assert token is not None
     assert token.step == 9
     assert sum(end - start for start, end, _ in token.pieces) == STEP_NS
     assert "67% computing experts on the CPU" in token.text()
@@ -209,7 +208,6 @@ def test_the_mouse_reads_selects_moves_and_zooms(view: TimelineView, qtbot: QtBo
     qtbot.mousePress(surface, left, pos=_at(view, 0.5))
     qtbot.mouseMove(surface, _at(view, 0.75))
     qtbot.mouseRelease(surface, left, pos=_at(view, 0.75))
-    assert view.selection is not None
     assert view.selection[1] - view.selection[0] == pytest.approx(viewport.span_ns / 4, rel=0.02)
     assert not view.navigator.is_live
     qtbot.mouseClick(surface, left, pos=_at(view, 0.5))

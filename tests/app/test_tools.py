@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,6 @@ def shared(qapp: QApplication) -> Iterator[Tools]:
         while not outcomes:
             qapp.processEvents()
             time.sleep(0.005)
-        assert tools._process is not None
         return psutil.Process(tools._process.processId())
 
     host = look()
@@ -179,16 +179,13 @@ def test_keys_of_servers_are_in_the_keyring_and_in_no_file(
     home = config_dir().parent
     assert not [path for path in home.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
     assert KEY not in caplog.text + repr(tools.servers)
-    later = opened_again(monkeypatch)
-    try:
+    with closing(opened_again(monkeypatch)) as later:
         assert call(later, qtbot, "go") == Outcome(KEY)
         # Another command does not get it, nor does a server that was removed and added again.
         moved = replace(later.servers[0], args=(*later.servers[0].args, "elsewhere"))
         assert "needs its" in listed(later, qtbot, moved).text
         later.remove("keyed")
         qtbot.waitUntil(lambda: vault == {})
-    finally:
-        later.close()
 
 
 def test_keys_that_an_older_version_wrote_into_the_settings_move_out(
@@ -197,15 +194,12 @@ def test_keys_that_an_older_version_wrote_into_the_settings_move_out(
     old = {"name": "web", "url": "https://example.org/mcp", "headers": {"Authorization": f"Bearer {KEY}"}, "on": True}
     tools._settings.set("tool_servers", [old])
     tools._settings.save()
-    later = opened_again(monkeypatch)
-    try:
+    with closing(opened_again(monkeypatch)) as later:
         qtbot.waitUntil(lambda: bool(vault))
         qtbot.waitUntil(lambda: KEY not in json.dumps(later._settings.get("tool_servers", list[Any]())))
         later._settings.save()
         assert KEY not in settings_path().read_text()
         assert with_values(later.servers[0]).headers == (("Authorization", f"Bearer {KEY}"),)
-    finally:
-        later.close()
 
 
 def test_without_a_keyring_keys_are_for_this_run_and_the_next_asks(
@@ -216,14 +210,11 @@ def test_without_a_keyring_keys_are_for_this_run_and_the_next_asks(
     assert tools.for_this_run == {"keyed"}
     assert call(tools, qtbot, "go") == Outcome(KEY)
     tools._settings.save()
-    later = opened_again(monkeypatch)
-    try:
+    with closing(opened_again(monkeypatch)) as later:
         told = call(later, qtbot, "go")
         assert told == Outcome(
             "keyed needs its PYTHONPATH again, which was kept for one run only: edit the server.", True
         )
-    finally:
-        later.close()
 
 
 def test_a_value_may_be_read_from_the_environment(

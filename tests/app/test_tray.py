@@ -1,6 +1,7 @@
 """The icon in the tray: a question from anywhere, and a window that is hidden only where people said so."""
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 
 import pytest
 from PySide6.QtCore import Qt
@@ -24,9 +25,8 @@ def engine() -> ScriptedEngine:
 
 @pytest.fixture
 def store(qtbot: QtBot) -> Iterator[ChatStore]:
-    store = ChatStore()
-    yield store
-    store.close()
+    with closing(ChatStore()) as store:
+        yield store
 
 
 @pytest.fixture
@@ -63,8 +63,7 @@ def test_a_quick_question_is_a_chat_like_any_other(
     qtbot.keyClick(prompt.box, Qt.Key.Key_Return)
     assert prompt.is_answering
     qtbot.keyClick(prompt.box, Qt.Key.Key_Return)  # not twice
-    engine.write("A place to sort wagons.")
-    engine.finish()
+    engine.reply("A place to sort wagons.")
     assert len(engine.requests) == 1
     assert not prompt.is_answering
     prompt.open_button.click()
@@ -99,8 +98,7 @@ def test_it_says_what_it_waits_for(
     engine.start_loading()
     assert "is loading" in prompt.words.text()
     engine.end_loading()
-    engine.write("Here.")
-    engine.finish()
+    engine.reply("Here.")
     assert prompt.words.text() == ""
 
 

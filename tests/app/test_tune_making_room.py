@@ -42,7 +42,6 @@ class Scene:
 
     def state(self, key: str) -> JobState:
         entry = self.jobs.entry(key)
-        assert entry is not None
         return entry.state
 
     def question(self) -> QMessageBox | None:
@@ -75,7 +74,6 @@ def test_a_job_is_paused_only_if_the_user_agrees(scene: Scene) -> None:
     key = scene.start_job()
     scene.room.before_run(scene.run)
     box = scene.question()
-    assert box is not None
     assert "No answered row is lost" in box.informativeText()
     assert box.defaultButton().text() == "Cancel"
     scene.answer("Cancel")

@@ -40,7 +40,6 @@ def start(switchyard_home: Path) -> Iterator[Start]:
     yield run
     for process in started:
         _kill_tree(process)
-        assert process.stderr is not None
         process.stderr.close()
 
 

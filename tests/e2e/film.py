@@ -107,7 +107,6 @@ def _film(args: argparse.Namespace, screen: Screen, home: Path, frames: Path) ->
             time.sleep(1.0)  # until there is something to show
             shoot(args.seconds)
     finally:
-        assert shutter.stdin is not None
         shutter.stdin.close()
         shutter.wait(timeout=30)
     return names

@@ -131,7 +131,6 @@ def test_a_deb_that_fails_leaves_the_old_version(upgrade: Upgrade) -> None:
     python = [*upgrade.user.prefix, "/opt/switchyard/python/bin/python3", "-c"]
     running = subprocess.Popen([*python, "print('here', flush=True); input()"], stdin=subprocess.PIPE, stdout=-1)
     with running:
-        assert running.stdout is not None
         assert running.stdout.readline() == b"here\n"
         assert "Switchyard is running: close it on all desktops, then install again." in upgrade.fails()
         running.kill()

@@ -251,7 +251,6 @@ class Disk:
 
     def stay(self, program: Path) -> subprocess.Popen[bytes]:
         staying = self.start(program, "stay")
-        assert staying.stdout is not None
         assert staying.stdout.readline().strip() == b"here"
         return staying
 

@@ -129,7 +129,6 @@ def _in_blocks(
 ) -> tuple[RecordLayout, torch.Tensor, dict[str, torch.Tensor]]:
     """Gate rows come first, then those of ups; the module may have them in turn."""
     activation = activation_of(module)
-    assert activation is not None
     alternates = activation.pairing is Pairing.ALTERNATING
     first = "gate_up_proj" if module.has_gate else "up_proj"
     gates = [kinds[0], kinds[-1]] if module.has_gate else [kinds[0]]

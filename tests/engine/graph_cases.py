@@ -27,7 +27,6 @@ FAMILIES = (
 def graphs_of(session: Chats) -> GraphedSteps:
     """What repeats steps."""
     exact = session.batch.exact
-    assert exact is not None
     assert exact.graphs is not None
     return exact.graphs
 

@@ -1,7 +1,8 @@
-"""Tiny random models wrapped as loaded ones: generation without a checkpoint on disk."""
+"""Tiny random models wrapped as loaded ones, for generation without a checkpoint on disk; and checkpoints opened."""
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,12 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
+from engine.common.config import EngineConfig
+from engine.common.errors import never_cancelled
 from engine.common.model_info import ModelInfo
 from engine.runtime.adapters.jamba import JambaAdapter
+from engine.runtime.decode.generation import ignore_progress
+from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from tests.engine.tiny_families import output_embeddings, tiny_model
 from tests.engine.tiny_tokenizer import TEMPLATE, save_tiny_tokenizer
@@ -39,6 +44,29 @@ def as_loaded(model: Any, tokenizer: Any = None, context_tokens: int = 256) -> L
     )
 
 
+def open_model(model: EngineConfig | Path | str, precision: Any = "bf16", **settings: Any) -> LoadedModel:
+    """Opens a checkpoint as users do: by its settings, or by its folder on one thread of the CPU."""
+    if not isinstance(model, EngineConfig):
+        model = EngineConfig(str(model), **{"device": "cpu", "precision": precision, "threads": 1, **settings})
+    return load_model(model, on_progress=ignore_progress, cancelled=never_cancelled)
+
+
+@contextmanager
+def opened_model(model: EngineConfig | Path | str, precision: Any = "bf16", **settings: Any) -> Iterator[LoadedModel]:
+    """`open_model`, closed at the end."""
+    loaded = open_model(model, precision, **settings)
+    try:
+        yield loaded
+    finally:
+        loaded.close()
+
+
+def spread(model: Any) -> None:
+    """Moves logits so far apart that rounding does not decide which token is the likeliest."""
+    with torch.no_grad():
+        output_embeddings(model).weight.mul_(40)
+
+
 def tiny_loaded(family: str, *, context_tokens: int = 256, **overrides: Any) -> LoadedModel:
     """The family's tiny model, its experts in the module, ready for a session.
 
@@ -48,8 +76,7 @@ def tiny_loaded(family: str, *, context_tokens: int = 256, **overrides: Any) -> 
     model = tiny_model(family, drawn={"index_topk": overrides.get("index_topk", 256)}, **overrides)
     if family == "jamba":
         JambaAdapter().prepare(model)
-    with torch.no_grad():
-        output_embeddings(model).weight.mul_(40)
+    spread(model)
     return as_loaded(model, context_tokens=context_tokens)
 
 

@@ -21,7 +21,6 @@ def isas() -> list[Isa]:
 def kernels_of(isa: Isa, threads: int) -> Iterator[NativeKernels]:
     """The kernels of this instruction set; the best ones are back in use afterwards."""
     best = load_kernels(threads=1)
-    assert best is not None
     held_back = NativeKernels(best._library, isa, threads)
     try:
         yield held_back

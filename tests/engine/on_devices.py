@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.common.config import EngineConfig, SamplingParams
+from engine.common.config import SamplingParams
 from engine.common.errors import CancelCheck, never_cancelled
 from engine.devices.device import Device
 from engine.devices.memory_budget import MemoryUse
@@ -24,12 +24,11 @@ from engine.runtime.decode.generation import (
     ignore_text,
 )
 from engine.runtime.load import binding as device_binding
-from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.continuous_batch import ContinuousBatch
 from engine.runtime.schedule.request import BatchRequest, Outcome
 from engine.runtime.schedule.scheduler import Scheduler
-from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt
+from tests.engine.loaded_tiny import NO_END, library_tokens, open_model, random_prompt
 from tests.engine.tiny_families import model_class, tiny_checkpoint, tiny_config
 
 MIB = 2**20
@@ -93,9 +92,7 @@ def opened(folder: Path, devices: int = 1, **config: Any) -> Iterator[LoadedMode
     """
     device = {0: "cpu", 1: "emulated:slow-link"}.get(devices, f"emulated:slow-linkx{devices}")
     options = {"device": device, "vram_bytes": 8 * MIB, "precision": "fp32", "threads": 1, **config}
-    model = load_model(
-        EngineConfig(str(folder), **options), on_progress=lambda done, total: None, cancelled=lambda: False
-    )
+    model = open_model(folder, **options)
     cards = model.devices.devices if model.devices is not None else ()
     try:
         yield model

@@ -1,23 +1,22 @@
 """Chats and batches of tiny models, recorded, with every copy that the devices themselves tell of."""
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Any
 
 import numpy as np
 
-from engine.common.config import SamplingParams
 from engine.devices.device import CopyRecord
 from engine.jobs.rows import BatchOutcome
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.schedule.executor import BatchExecutor
-from engine.runtime.schedule.request import BatchRequest
 from engine.runtime.telemetry.model_telemetry import ModelTelemetry
 from engine.telemetry.lanes import DECODE
 from engine.telemetry.recorder import RECORDER
 from engine.telemetry.records import Records
 from engine.telemetry.trace_export import Collection, collected
-from tests.engine.loaded_tiny import NO_END, random_prompt
 from tests.engine.on_devices import NEW_TOKENS, PROMPT, answer, chatting
+from tests.engine.single_streams import rows_of
 
 
 def recorded(model: Any, run: Callable[[], object]) -> tuple[Collection, list[CopyRecord]]:
@@ -64,21 +63,14 @@ def recorded_batch(
     model: Any, lengths: Sequence[int], policy: BatchPolicy, tokens: int = 4
 ) -> tuple[Collection, list[CopyRecord]]:
     """Rows with prompts of these lengths."""
-    sampling = SamplingParams(max_tokens=tokens)
-    rows = [
-        BatchRequest(row, ids=tuple(random_prompt(length, seed=row)), sampling=sampling, end_ids=NO_END)
-        for row, length in enumerate(lengths)
-    ]
+    rows = rows_of(lengths, tokens)
     answered: list[int] = []
 
     def run() -> None:
         assert executor.run(iter(rows), lambda answer: answered.append(answer.row)) is BatchOutcome.FINISHED
 
-    executor = BatchExecutor(model, policy)
-    try:
+    with closing(BatchExecutor(model, policy)) as executor:
         result = recorded(model, run)
-    finally:
-        executor.close()
     assert sorted(answered) == list(range(len(rows)))
     return result
 

@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -103,11 +104,8 @@ def run_job(job: BatchJob, executor: ShuffledExecutor, watch: Watch) -> JobEndin
     """One run of a job, as the engine does it."""
     prepared = prepare(job)
     manifest = prepared.manifest("model", "bf16")
-    journal = prepared.open_journal(manifest, "tiny")
-    try:
+    with closing(prepared.open_journal(manifest, "tiny")) as journal:
         return JobRun(prepared, manifest, journal, executor, watch.watcher()).run()
-    finally:
-        journal.close()
 
 
 def results_in(path: Path) -> list[dict[str, Any]]:

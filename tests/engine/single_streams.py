@@ -1,6 +1,7 @@
 """Answers one after the other, with nobody beside: what every other way to answer is held to."""
 
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -13,6 +14,7 @@ from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.footprint import pages_for
 from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, Piece, Pieces, StatePages
+from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.beam_search import Beams
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.sequence import Sequence as Answer
@@ -22,9 +24,10 @@ from engine.runtime.kv.layers import library_cache
 from engine.runtime.kv.paged_cache import PagedCaches, parts_of_pages
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.prefix_cache.store import PrefixCache
-from engine.runtime.schedule.executor import batch_for
+from engine.runtime.schedule.executor import BatchExecutor, batch_for
 from engine.runtime.schedule.request import BatchRequest, Outcome, Preparation
 from engine.runtime.schedule.scheduler import Scheduler
+from tests.engine.loaded_tiny import NO_END, random_prompt
 
 _Result = TypeVar("_Result")
 
@@ -50,6 +53,32 @@ def search_over(model: BeamModel, search: Beams[_Result], device: torch.device) 
     except StopIteration as end:
         result: _Result = end.value
         return result
+
+
+def rows_of(lengths: Iterable[int], tokens: int) -> list[BatchRequest]:
+    """A row for each length of a prompt, answered greedily by so many tokens."""
+    sampling = SamplingParams(max_tokens=tokens)
+    return [
+        BatchRequest(row, ids=tuple(random_prompt(length, seed=row)), sampling=sampling, end_ids=NO_END)
+        for row, length in enumerate(lengths)
+    ]
+
+
+def answers_of(loaded: LoadedModel, rows: Iterable[BatchRequest], policy: BatchPolicy) -> dict[int, tuple[int, ...]]:
+    """What a batch answers, with nothing to say of how it runs."""
+    answers = dict[int, tuple[int, ...]]()
+    with closing(BatchExecutor(loaded, policy)) as executor:
+        assert not executor.note
+        executor.run(iter(rows), lambda answer: answers.__setitem__(answer.row, answer.token_ids))
+    return answers
+
+
+def answers_alone(loaded: LoadedModel, rows: Iterable[BatchRequest]) -> dict[int, tuple[int, ...]]:
+    """What each row is answered with nobody beside it."""
+    chat = Alone(loaded)
+    found = {row.row: chat.generate_from_ids(row.ids, row.sampling, end_ids=NO_END).token_ids for row in rows}
+    chat.clear()
+    return found
 
 
 def answered_together(scheduler: Scheduler, requests: Iterable[BatchRequest]) -> dict[int, GenerationResult]:

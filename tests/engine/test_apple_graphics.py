@@ -3,6 +3,7 @@
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +19,8 @@ from engine.devices.opening import CARD_KINDS, MPS, AppleCards, automatic, open_
 from engine.kernels.gpu.proof import why_not
 from engine.planner.placement import Budgets, DeviceBudget, Experts, NoteCode, Sizes, Weights, resolve
 from engine.runtime.load.devices import left_note, left_to_cpu
-from engine.runtime.load.model import load_model
 from engine.verbs.options import device_name
+from tests.engine.loaded_tiny import open_model
 from tests.engine.on_devices import PROMPT, Reference, answer, chatting, reference
 from tests.fake_cards import GIB, FakeApple, FakeCards
 
@@ -35,10 +36,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
 
 
 def load(expected: Reference, **config: Any) -> Any:
-    options = {"device": "mps", "precision": "fp32", "threads": 1, **config}
-    return load_model(
-        EngineConfig(str(expected.folder), **options), on_progress=lambda _done, _total: None, cancelled=lambda: False
-    )
+    return open_model(expected.folder, **{"device": "mps", "precision": "fp32", **config})
 
 
 @pytest.mark.parametrize("config", [{}, {"misses": "fetch"}, {"cache_slots": 3}], ids=str)
@@ -47,9 +45,7 @@ def test_answers_with_all_experts_in_place(
 ) -> None:
     fake = FakeApple()
     monkeypatch.setitem(CARD_KINDS, "mps", kind(fake))
-    model = load(expected, **config)
-    try:
-        assert model.devices is not None
+    with closing(load(expected, **config)) as model:
         assert model.devices.experts.all_caches == []
         assert model.graph_device is None
         use = model.devices.devices[0].memory.use()
@@ -57,22 +53,17 @@ def test_answers_with_all_experts_in_place(
         with chatting(model) as session:
             assert list(answer(session, PROMPT).token_ids) == expected.first
             assert list(answer(session, expected.second_prompt).token_ids) == expected.second
-    finally:
-        model.close()
 
 
 def test_a_model_that_does_not_fit_whole_runs_on_the_cpu_and_says_so(
     monkeypatch: pytest.MonkeyPatch, expected: Reference
 ) -> None:
     monkeypatch.setitem(CARD_KINDS, "mps", kind(FakeApple()))
-    model = load(expected, vram_bytes=300_000)
-    try:
+    with closing(load(expected, vram_bytes=300_000)) as model:
         assert model.info.device == "cpu"
         assert "Runs on the CPU: with its experts, all of which have to lie there" in model.info.device_note
         with chatting(model) as session:
             assert list(answer(session, PROMPT).token_ids) == expected.first
-    finally:
-        model.close()
 
 
 def test_the_budget_is_what_the_system_recommends_and_ram_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,7 +195,6 @@ def test_what_happens_to_one_job_harms_no_other(mixtral: LoadedModel) -> None:
     assert other.outcomes == [BatchOutcome.FINISHED]
     whole.check(mixtral)
     assert not scheduler.background._lanes
-    assert scheduler._batch is not None
     pool = scheduler._batch.pool
     assert (pool.held, pool.reserve(pool.capacity)) == (0, True)
     assert not scheduler._batch.below
@@ -260,7 +259,6 @@ def test_a_job_with_pages_of_no_use_to_it_has_caches_of_its_own(
     job = Job(scheduler, rows, replace(POLICY, kv_type=KvType.FP16))
     lanes = list[ContinuousBatch]()
     serve(scheduler, [job], lambda: lanes.extend(scheduler._beside) is not None)
-    assert scheduler._batch is not None
     assert bool(lanes) == has_pages
     assert job.outcomes == [BatchOutcome.FINISHED]
     assert scheduler._batch.pool.in_use == 0
@@ -324,7 +322,6 @@ def test_a_model_that_is_freed_ends_jobs_in_a_sentence(mixtral: LoadedModel) -> 
     scheduler.close()
     job.thread.join(PATIENCE_S)
     (end,) = job.outcomes
-    assert isinstance(end, EngineError)
     assert "resume" in end.message
     late = Job(scheduler, [row(0, 5, 5)])
     late.thread.join(PATIENCE_S)

@@ -34,6 +34,7 @@ from tests.engine.on_devices import PROMPT, Reference, reference
 from tests.engine.test_cuda_compiled import AMPERE, INT4, CountingNvrtc, kept
 from tests.engine.test_lost_card import FAULT, Card, ask, tokens
 from tests.fake_cards import FakeCards
+from tests.refusals import refused
 
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
@@ -74,9 +75,8 @@ def test_a_variable_that_hides_all_cards_is_named(
         f"The variable CUDA_VISIBLE_DEVICES is {value!r}, which shows this program no graphics card: remove it to use "
         "one."
     )
-    with pytest.raises(EngineError, match="CUDA_VISIBLE_DEVICES is") as caught:
+    with refused(ErrorCode.DEVICE_UNAVAILABLE, match="CUDA_VISIBLE_DEVICES is"):
         open_card(CARD_KINDS["cuda"])
-    assert caught.value.code is ErrorCode.DEVICE_UNAVAILABLE
 
 
 def test_a_driver_that_breaks_when_it_is_asked_has_no_cards() -> None:
@@ -145,9 +145,8 @@ def test_a_laptop_that_has_switched_its_cards(monkeypatch: pytest.MonkeyPatch, e
     devices[0].close()
     engine = Engine()
     config = EngineConfig(str(expected.folder), device="cuda:1", precision="fp32", threads=1)
-    with pytest.raises(EngineError, match="This machine has no graphics card number 1: use cpu") as caught:
+    with refused(ErrorCode.DEVICE_UNAVAILABLE, match="This machine has no graphics card number 1: use cpu"):
         engine.load_exactly(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
-    assert caught.value.code is ErrorCode.DEVICE_UNAVAILABLE
     cards_are(monkeypatch, FakeCards(names=[]))  # and now the built-in one sleeps
     assert open_automatic() == ([], "")
 
@@ -194,7 +193,6 @@ def test_after_a_suspend_a_lost_context_is_a_lost_card(
         card.fails_at(engine, 0)
         monkeypatch.setattr("tests.engine.test_lost_card.FAULT", str(fault))
         assert tokens(ask(engine, [expected.second_prompt])[0]) == expected.second
-        assert engine.info is not None
         assert engine.info.device == "cpu"
     finally:
         engine.unload()

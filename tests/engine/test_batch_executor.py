@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from contextlib import closing
 from copy import copy
 from dataclasses import replace
 from functools import cache
@@ -27,7 +28,7 @@ from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
 from tests.combinations import some
 from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt, tiny_loaded
-from tests.engine.single_streams import Alone
+from tests.engine.single_streams import Alone, rows_of
 from tests.engine.tiny_configs import ADAPTED, FAMILIES
 from tests.engine.tiny_families import tiny_config
 
@@ -57,13 +58,6 @@ def test_rows_share_sweeps_in_all_families_but_a_few(family: str) -> None:
     executor.close()
 
 
-def _rows(lengths: list[int], sampling: SamplingParams) -> list[BatchRequest]:
-    return [
-        BatchRequest(row, ids=tuple(random_prompt(length, seed=row)), sampling=sampling, end_ids=NO_END)
-        for row, length in enumerate(lengths)
-    ]
-
-
 def _answers(
     loaded: LoadedModel, rows: list[BatchRequest], policy: BatchPolicy = POLICY
 ) -> dict[int, GenerationResult]:
@@ -73,16 +67,13 @@ def _answers(
         assert answer.row not in answers
         answers[answer.row] = answer
 
-    executor = BatchExecutor(loaded, policy)
-    try:
+    with closing(BatchExecutor(loaded, policy)) as executor:
         assert executor.run(iter(rows), take) is BatchOutcome.FINISHED
         batch = executor._batch
         if isinstance(batch, ContinuousBatch):
             assert batch.pool.held == 0
             executor.forget_prefixes()
             assert batch.pool.reserve(batch.pool.capacity)  # nothing is lost
-    finally:
-        executor.close()
     return answers
 
 
@@ -96,7 +87,7 @@ def test_greedy_answers_are_those_of_each_row_alone(family: str) -> None:
     if not _packs(family):
         pytest.skip("its rows are answered one by one")
     loaded = tiny_loaded(family)
-    rows = _rows([1, 5, 40, 17, 33, 70], SamplingParams(max_tokens=4))
+    rows = rows_of([1, 5, 40, 17, 33, 70], 4)
     answers = _answers(loaded, rows)
     assert {row: answer.token_ids for row, answer in answers.items()} == {row.row: _alone(loaded, row) for row in rows}
 
@@ -117,7 +108,7 @@ def test_windows_shorter_than_the_prompt_are_those_of_the_librarys_masks(family:
         windows = {"text_config": {**{**FAMILIES, **ADAPTED}[family].get("text_config", {}), **windows}}
     loaded = tiny_loaded(family, **windows)
     assert can_pack(loaded.model)
-    rows = _rows([40, 3, 12], SamplingParams(max_tokens=4))
+    rows = rows_of([40, 3, 12], 4)
     found = {row: answer.token_ids for row, answer in _answers(loaded, rows).items()}
     assert found == {row.row: tuple(library_tokens(loaded.model, row.ids, 4)) for row in rows}
 
@@ -135,7 +126,7 @@ def test_logits_are_those_of_the_library(family: str, monkeypatch: pytest.Monkey
         return int(logits.argmax())
 
     monkeypatch.setattr(Sequence, "choose", choose)
-    rows = _rows([9, 45], SamplingParams(max_tokens=4))
+    rows = rows_of([9, 45], 4)
     for row, answer in _answers(loaded, rows).items():
         ids = torch.tensor([[*rows[row].ids, *answer.token_ids[:-1]]])
         with torch.inference_mode():
@@ -168,7 +159,7 @@ def test_a_seed_gives_the_same_answer_in_every_batch(mixtral: LoadedModel) -> No
         BatchRequest(
             row.row, ids=row.ids, end_ids=NO_END, sampling=SamplingParams(0.9, top_k=20, seed=row.row, max_tokens=12)
         )
-        for row in _rows(lengths, SamplingParams())
+        for row in rows_of(lengths, SamplingParams().max_tokens)
     ]
     tokens = {row: answer.token_ids for row, answer in _answers(mixtral, rows).items()}
     shuffled = random.sample(rows, len(rows))
@@ -178,7 +169,7 @@ def test_a_seed_gives_the_same_answer_in_every_batch(mixtral: LoadedModel) -> No
 
 
 def test_a_batch_gives_way_within_a_layer_and_goes_on(mixtral: LoadedModel) -> None:
-    rows = _rows([20, 35, 3, 50, 8], SamplingParams(max_tokens=9))
+    rows = rows_of([20, 35, 3, 50, 8], 9)
     wanted = {row: answer.token_ids for row, answer in _answers(mixtral, rows).items()}
     executor = BatchExecutor(mixtral, POLICY)
     answers: dict[int, tuple[int, ...]] = {}
@@ -207,7 +198,7 @@ def test_a_cancelled_batch_stops_at_once_and_lets_go_of_its_pages(mixtral: Loade
     executor = BatchExecutor(mixtral, POLICY)
     asked: list[int] = []
     outcome = executor.run(
-        iter(_rows([20] * 10, SamplingParams(max_tokens=50))),
+        iter(rows_of([20] * 10, 50)),
         pytest.fail,
         cancelled=lambda: len(asked) >= 7 or asked.append(0) is not None,
     )
@@ -238,7 +229,7 @@ def test_thousands_of_queued_rows_are_asked_for_as_places_come_free(mixtral: Loa
 
     def stream() -> Iterator[BatchRequest]:
         nonlocal given_out
-        for row in _rows([3] * 2_000, SamplingParams(max_tokens=1)):
+        for row in rows_of([3] * 2_000, 1):
             given_out += 1
             ahead.append(given_out - answered)
             yield row
@@ -257,7 +248,7 @@ def test_thousands_of_queued_rows_are_asked_for_as_places_come_free(mixtral: Loa
 
 
 def test_rows_wait_for_pages_and_one_that_never_fits_is_told(mixtral: LoadedModel) -> None:
-    rows = _rows([40, 200, 40, 40, 40], SamplingParams(max_tokens=6))
+    rows = rows_of([40, 200, 40, 40, 40], 6)
     executor = BatchExecutor(mixtral, POLICY)
     model = executor._batch.model  # type: ignore[union-attr]
     executor._batch = batch = ContinuousBatch(model, POLICY, most_pages=5)
@@ -266,7 +257,6 @@ def test_rows_wait_for_pages_and_one_that_never_fits_is_told(mixtral: LoadedMode
     executor.close()
     assert batch.most_rows == 2
     failed = answers.pop(1)
-    assert failed.error is not None
     assert failed.error.code is ErrorCode.PROMPT_TOO_LONG
     assert {row: answer.token_ids for row, answer in answers.items()} == {
         row.row: _alone(mixtral, row) for row in rows if row.row != 1
@@ -297,7 +287,7 @@ def test_repetition_penalties_stop_strings_and_constraints_are_each_rows_own(mix
         def accept(self, token_id: int) -> bool:
             return token_id % 10 == 0
 
-    plain = _rows([20], SamplingParams(max_tokens=30))[0]
+    plain = rows_of([20], 30)[0]
     text = _answers(mixtral, [plain])[0].text
     rows = [
         plain,
@@ -317,7 +307,7 @@ def test_repetition_penalties_stop_strings_and_constraints_are_each_rows_own(mix
 
 def test_a_window_as_long_as_the_rows_changes_nothing_and_a_short_one_does() -> None:
     loaded = tiny_loaded("llama")
-    rows = _rows([60, 90], SamplingParams(max_tokens=8))
+    rows = rows_of([60, 90], 8)
     wanted = {row.row: _alone(loaded, row) for row in rows}
     for window, same in ((120, True), (8, False)):
         policy = BatchPolicy(rows=4, kv_bytes=2**22, window=window, kept=4)
@@ -328,7 +318,7 @@ def test_a_window_as_long_as_the_rows_changes_nothing_and_a_short_one_does() -> 
 def test_a_batch_is_recorded_as_steps_of_one_request(mixtral: LoadedModel) -> None:
     RECORDER.start()
     try:
-        _answers(mixtral, _rows([5, 7], SamplingParams(max_tokens=3)))
+        _answers(mixtral, rows_of([5, 7], 3))
         steps = RECORDER.take_steps()
     finally:
         RECORDER.stop()
@@ -337,7 +327,7 @@ def test_a_batch_is_recorded_as_steps_of_one_request(mixtral: LoadedModel) -> No
 
 def test_other_families_are_answered_one_by_one_with_a_word_about_it() -> None:
     loaded = tiny_loaded("doge")
-    rows = _rows([5, 12], SamplingParams(max_tokens=4))
+    rows = rows_of([5, 12], 4)
     executor = BatchExecutor(loaded)
     assert "one by one" in executor.note
     executor.close()
@@ -349,7 +339,7 @@ class _Spelling:
     """Each token is one more than the one before, beginning with `first`; three of them are enough."""
 
     def __init__(self, first: int) -> None:
-        self._next = first
+        self._first = self._next = first
 
     def restrict(self, logits: torch.Tensor) -> torch.Tensor:
         only = torch.full_like(logits, float("-inf"))
@@ -364,7 +354,7 @@ class _Spelling:
 
 def test_one_by_one_answers_keep_to_their_constraints_even_if_they_had_to_give_way() -> None:
     loaded = tiny_loaded("doge")
-    rows = [replace(row, constraint=_Spelling(10 + row.row)) for row in _rows([5, 12], SamplingParams(max_tokens=9))]
+    rows = [replace(row, constraint=_Spelling(10 + row.row)) for row in rows_of([5, 12], 9)]
     answers: dict[int, GenerationResult] = {}
     executor, source, looks = BatchExecutor(loaded), iter(rows), iter(range(3))
     try:

@@ -7,43 +7,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.common.config import SamplingParams
 from engine.families import TABLE
 from engine.planner.placement import NotEnoughRamError
 from engine.planner.schedules import CGOPIPE, KLOTSKI, S4
 from engine.runtime.batch.policy import BatchPolicy
-from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.kv.pages import PagePool
-from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.prefix_cache.store import PrefixCache
-from engine.runtime.schedule.executor import BatchExecutor
-from engine.runtime.schedule.request import BatchRequest, Outcome
+from engine.runtime.schedule.request import Outcome
 from engine.runtime.schedule.scheduler import Scheduler
 from tests.combinations import some
 from tests.engine import on_devices
-from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt
-from tests.engine.single_streams import Alone
+from tests.engine.loaded_tiny import library_tokens, opened_model, random_prompt, spread
+from tests.engine.single_streams import answers_alone, answers_of, rows_of
 from tests.engine.test_background import Job, serve
-from tests.engine.test_family_parity import loaded as loaded_there
 from tests.engine.test_kept_prefixes import ROOT, A, ask, files_in
 from tests.engine.tiny_configs import ADAPTED, FAMILIES
-from tests.engine.tiny_families import model_class, output_embeddings, tiny_checkpoint, tiny_config
+from tests.engine.tiny_families import model_class, tiny_checkpoint, tiny_config
 
-LENGTHS = [1, 40, 70, 12, 33]
-
-
-def _rows() -> list[BatchRequest]:
-    return [
-        BatchRequest(row, ids=tuple(random_prompt(n, seed=row)), sampling=SamplingParams(max_tokens=5), end_ids=NO_END)
-        for row, n in enumerate(LENGTHS)
-    ]
-
-
-def _alone(loaded: LoadedModel) -> dict[int, tuple[int, ...]]:
-    chat = Alone(loaded)
-    found = {row.row: chat.generate_from_ids(row.ids, row.sampling, end_ids=NO_END).token_ids for row in _rows()}
-    chat.clear()
-    return found
+_rows = partial(rows_of, [1, 40, 70, 12, 33], 5)
 
 
 PACKED = [
@@ -60,18 +41,11 @@ PACKED = [
 def test_answers_are_those_of_the_cpu(family: str, tmp_path: Path) -> None:
     folder = tiny_checkpoint(family, tmp_path)
     with on_devices.opened(folder, 0) as loaded:
-        wanted = _alone(loaded)
+        wanted = answers_alone(loaded, _rows())
     with on_devices.opened(folder, 1, cache_slots=3) as loaded:
         for schedule in (CGOPIPE, S4, KLOTSKI, None):
-            answers: dict[int, tuple[int, ...]] = {}
             policy = BatchPolicy(rows=5, kv_bytes=2**22, sweep_tokens=100, micro_batch_rows=2, schedule=schedule)
-            executor = BatchExecutor(loaded, policy)
-            assert not executor.note
-            try:
-                executor.run(iter(_rows()), lambda answer, to=answers: to.__setitem__(answer.row, answer.token_ids))  # type: ignore[misc]
-            finally:
-                executor.close()
-            assert answers == wanted, schedule
+            assert answers_of(loaded, _rows(), policy) == wanted, schedule
 
 
 MANY_HEADS = {"index_topk": 8, "index_n_heads": 32}
@@ -96,10 +70,6 @@ SUMMING: dict[str, dict[str, int]] = {"jamba": {}, "minimax": {}}
     ("family", "place"), some(itertools.product([*CHOOSING, *SUMMING], ["cpu", "disk", "card"]), every=8)
 )
 def test_rows_of_models_that_choose_or_sum_up_are_the_librarys(family: str, place: str, tmp_path: Path) -> None:
-    def spread(model: torch.nn.Module) -> None:
-        with torch.no_grad():
-            output_embeddings(model).weight.mul_(40)
-
     options = {**CHOOSING, **SUMMING}[family]
     folder = tiny_checkpoint(family, tmp_path, prepare=spread, **options)
     config = tiny_config(family, **options)
@@ -109,13 +79,8 @@ def test_rows_of_models_that_choose_or_sum_up_are_the_librarys(family: str, plac
     with on_devices.opened(folder, int(place == "card"), **where) as loaded:
         assert (loaded.disk_backed is not None) == (place == "disk")
         policy = BatchPolicy(rows=5, kv_bytes=2**22, sweep_tokens=100, micro_batch_rows=2)
-        executor, answers = BatchExecutor(loaded, policy), dict[int, tuple[int, ...]]()
-        try:
-            executor.run(iter(_rows()), lambda answer: answers.__setitem__(answer.row, answer.token_ids))
-        finally:
-            executor.close()
-        assert answers == wanted
-        assert _alone(loaded) == wanted
+        assert answers_of(loaded, _rows(), policy) == wanted
+        assert answers_alone(loaded, _rows()) == wanted
         for row in _rows():
             with torch.inference_mode():
                 ids = torch.tensor([row.ids])
@@ -175,7 +140,6 @@ def test_rows_of_jobs_are_in_the_pages_of_chats_where_cards_attend(family: str, 
         scheduler, ends, shared = Scheduler(loaded), dict[int, Outcome](), list[bool]()
         job = Job(scheduler, _rows(), BatchPolicy(rows=5, kv_bytes=2**22, sweep_tokens=60, micro_batch_tokens=64))
         batch = scheduler._batch
-        assert batch is not None
         assert batch.model.caches is not None
 
         def arrive() -> bool:
@@ -194,7 +158,6 @@ def test_rows_of_jobs_are_in_the_pages_of_chats_where_cards_attend(family: str, 
         assert all(shared)
         assert {row: answer.token_ids for row, answer in job.answers.items()} == wanted
         for number, end in ends.items():
-            assert isinstance(end, GenerationResult)
             assert end.token_ids == wanted[number]
         assert len(ends) == 2
         batch._left.give_up()
@@ -204,6 +167,6 @@ def test_rows_of_jobs_are_in_the_pages_of_chats_where_cards_attend(family: str, 
 
 def _least(folder: Path) -> int:
     """The RAM in which the model just fits, its experts on disk."""
-    with pytest.raises(NotEnoughRamError) as caught, loaded_there(folder, "fp32", ram_bytes=1):
+    with pytest.raises(NotEnoughRamError) as caught, opened_model(folder, "fp32", ram_bytes=1):
         pass
     return caught.value.needed

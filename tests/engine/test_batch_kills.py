@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from engine.runtime.engine import Engine
 from engine.runtime.kv.pages import PageKind, PagePool
 from engine.runtime.schedule import continuous_batch
 from tests.engine.tiny_families import tiny_checkpoint
+from tests.refusals import until
 
 _PATIENCE_S = 900.0
 _MOST_TOKENS = 20
@@ -99,14 +100,14 @@ class JobUnderFire:
 
     def kill_command(self) -> None:
         with self.command() as process:
-            _until(lambda: _is_running() or process.poll() is not None)
+            until(lambda: _is_running() or process.poll() is not None, _PATIENCE_S, 0.02)
             self._a_moment()
             process.kill()
         self._was_killed("command")
 
     def kill_worker(self) -> None:
         window = self.window()
-        _until(lambda: _is_running() or window.poll() is not None)
+        until(lambda: _is_running() or window.poll() is not None, _PATIENCE_S, 0.02)
         self._a_moment()
         for worker in _workers(window):
             os.kill(worker.pid, signal.SIGKILL)
@@ -115,7 +116,7 @@ class JobUnderFire:
 
     def kill_window(self) -> None:
         window = self.window()
-        _until(lambda: _is_running() or window.poll() is not None)
+        until(lambda: _is_running() or window.poll() is not None, _PATIENCE_S, 0.02)
         self._a_moment()
         self.close_window()
         self._was_killed("window")
@@ -124,7 +125,7 @@ class JobUnderFire:
         """Of a job that is done: the command line writes its result again, and dies in the middle of that."""
         with self.command() as process:
             parts = self.folder.glob
-            _until(lambda: any(parts(".out.csv.*.part")) or process.poll() is not None)
+            until(lambda: any(parts(".out.csv.*.part")) or process.poll() is not None, _PATIENCE_S, 0.02)
             time.sleep(self.chance.uniform(0, 0.05))
             process.kill()
         self._was_killed("writing")
@@ -191,13 +192,6 @@ def _workers(window: subprocess.Popen[bytes]) -> list[psutil.Process]:
                 if "engine.worker" in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE:
                     found.append(child)
     return found
-
-
-def _until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + _PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)  # each look reads the list of jobs
 
 
 @contextlib.contextmanager

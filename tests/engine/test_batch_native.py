@@ -1,45 +1,34 @@
 """Batches by native kernels against the library's own layers, in bf16 and quantised."""
 
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
 
-from engine.common.config import EngineConfig, SamplingParams
+from engine.common.config import SamplingParams
 from engine.kernels.native.build import library_path
 from engine.kernels.native.paged_attention import KvType
 from engine.runtime.batch.layers import NativeRows
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.sequence import Sequence
-from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.executor import BatchExecutor, ContinuousBatch
 from engine.runtime.schedule.request import BatchRequest
-from tests.engine.loaded_tiny import NO_END, random_prompt
-from tests.engine.single_streams import Alone
+from tests.engine.loaded_tiny import NO_END, open_model, random_prompt
+from tests.engine.single_streams import Alone, rows_of
 from tests.engine.tiny_families import tiny_checkpoint
+
+_load = partial(open_model, threads=2)
 
 pytestmark = pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")
 
 POLICY = BatchPolicy(rows=4, kv_bytes=2**22, sweep_tokens=60, micro_batch_tokens=45)
 _WIDE: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "num_key_value_heads": 4, "moe_intermediate_size": 264}
 """Large enough for linear layers to be native."""
-
-
-def _load(path: Path, precision: Literal["fp32", "bf16", "int8", "int4"] = "bf16", threads: int = 2) -> LoadedModel:
-    config = EngineConfig(str(path), precision=precision, threads=threads)
-    return load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
-
-
-def _rows(lengths: list[int], tokens: int) -> list[BatchRequest]:
-    return [
-        BatchRequest(
-            row, ids=tuple(random_prompt(n, seed=row)), sampling=SamplingParams(max_tokens=tokens), end_ids=NO_END
-        )
-        for row, n in enumerate(lengths)
-    ]
 
 
 def _answers(
@@ -105,9 +94,9 @@ def test_logits_are_those_of_the_library(
     native = _load(path)
     monkeypatch.setenv("SWITCHYARD_NATIVE", "0")
     # In bf16 the library rounds hidden states, and so is further from this than the kernels are.
-    library = _load(path, "fp32", threads=1)
+    library = open_model(path, "fp32")
     try:
-        rows = _rows([1, 40, 33, 70, 12], 4)
+        rows = rows_of([1, 40, 33, 70, 12], 4)
         answers, seen = _answers(native, rows, monkeypatch)
         # In bf16 a near tie of a router may fall either way.
         assert _astray(library, rows, answers, seen) <= (0.2 if native.info.experts else 0)
@@ -130,7 +119,7 @@ def test_a_few_rows_go_through_all_layers_in_one_native_call(
 
     try:
         monkeypatch.setattr(NativeRows, "few", counted)
-        rows = _rows([5, 40, 33], 9)
+        rows = rows_of([5, 40, 33], 9)
         _, few = _answers(loaded, rows, monkeypatch)
         assert (len(calls), max(calls)) == (8, 3)
         monkeypatch.setattr(NativeRows, "takes_few", lambda _self, _rows: False)
@@ -148,55 +137,45 @@ def test_a_few_rows_go_through_all_layers_in_one_native_call(
 def test_quantised_layers_are_as_in_a_chat(
     precision: Literal["int8", "int4"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loaded = _load(tiny_checkpoint("llama", tmp_path, **{**_WIDE, "intermediate_size": 512}), precision)
-    try:
-        rows = _rows([1, 40, 33, 12], 6)
+    with closing(_load(tiny_checkpoint("llama", tmp_path, **{**_WIDE, "intermediate_size": 512}), precision)) as loaded:
+        rows = rows_of([1, 40, 33, 12], 6)
         answers, seen = _answers(loaded, rows, monkeypatch)
         # Few vectors are quantised to int8 for products with quantised weights, many are not.
         assert _astray(loaded, rows, answers, seen, beyond=0.4) == 0
-    finally:
-        loaded.close()
 
 
 def test_a_row_has_the_same_logits_bit_by_bit_whatever_is_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loaded = _load(tiny_checkpoint("llama", tmp_path, **{**_WIDE, "intermediate_size": 512}))
-    try:
-        rows = _rows([9, 40, 33, 70, 12, 5], 5)
+    with closing(_load(tiny_checkpoint("llama", tmp_path, **{**_WIDE, "intermediate_size": 512}))) as loaded:
+        rows = rows_of([9, 40, 33, 70, 12, 5], 5)
         _, together = _answers(loaded, rows, monkeypatch)
         for row in rows[:3]:
             _, alone = _answers(loaded, [row], monkeypatch, BatchPolicy(rows=1, kv_bytes=2**22))
             assert torch.equal(torch.stack(together[row.row]), torch.stack(alone[row.row]))
-    finally:
-        loaded.close()
 
 
 @pytest.mark.parametrize("kv_type", [KvType.FP16, KvType.INT8])
 def test_keys_and_values_may_be_held_in_other_types(
     kv_type: KvType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loaded = _load(tiny_checkpoint("llama", tmp_path, **{**_WIDE, "intermediate_size": 512}))
-    try:
-        rows = _rows([9, 60], 4)
+    with closing(_load(tiny_checkpoint("llama", tmp_path, **{**_WIDE, "intermediate_size": 512}))) as loaded:
+        rows = rows_of([9, 60], 4)
         policy = BatchPolicy(rows=4, kv_bytes=2**22, kv_type=kv_type)
         answers, seen = _answers(loaded, rows, monkeypatch, policy)
         assert _astray(loaded, rows, answers, seen) <= (0 if kv_type is KvType.FP16 else 0.25)
-    finally:
-        loaded.close()
 
 
 def test_a_chat_in_between_is_computed_as_before(tmp_path: Path) -> None:
-    loaded = _load(tiny_checkpoint("mixtral", tmp_path, **{**_WIDE, "intermediate_size": 264, "sliding_window": None}))
-    try:
+    with closing(
+        _load(tiny_checkpoint("mixtral", tmp_path, **{**_WIDE, "intermediate_size": 264, "sliding_window": None}))
+    ) as loaded:
         prompt, sampling = random_prompt(30), SamplingParams(max_tokens=12)
         chat = Alone(loaded)
         before = chat.generate_from_ids(prompt, sampling, end_ids=NO_END).token_ids
         executor = BatchExecutor(loaded, POLICY)
         asked: list[int] = []
-        executor.run(iter(_rows([20, 30], 5)), lambda _: None, lambda: len(asked) > 4 or asked.append(0) is not None)
+        executor.run(iter(rows_of([20, 30], 5)), lambda _: None, lambda: len(asked) > 4 or asked.append(0) is not None)
         chat.clear()
         assert chat.generate_from_ids(prompt, sampling, end_ids=NO_END).token_ids == before
         executor.close()
-    finally:
-        loaded.close()

@@ -4,7 +4,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from engine.common.config import SamplingParams
 from engine.experts.whole_layer import Half, LayerBuffers
 from engine.jobs.rows import BatchOutcome
 from engine.planner.plan_parts import BatchPlan
@@ -44,10 +43,12 @@ from engine.runtime.batch.pipeline.layer_run import LayerRun
 from engine.runtime.batch.policy import BatchPolicy, policy_for
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.executor import BatchExecutor
-from engine.runtime.schedule.request import BatchRequest
 from tests.engine import on_devices
-from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt
+from tests.engine.loaded_tiny import library_tokens
+from tests.engine.single_streams import answers_of, rows_of
 from tests.engine.tiny_families import tiny_checkpoint
+
+_rows = partial(rows_of, [5, 40, 12, 33, 7], 4)
 
 Event = tuple[Any, ...]
 """What, of which layer, of which micro-batch or page."""
@@ -76,7 +77,6 @@ class _Noting:
 def _events(schedule: Schedule, layers: int, count: int) -> list[Event]:
     events: list[Event] = []
     works: Any = [_Noting(index, count, events) for index in range(layers)]
-    assert schedule.order is not None
     for index, _ in enumerate(schedule.order(works)):
         assert ("finish", index, count - 1) in events  # it stops behind each layer
     return events
@@ -138,14 +138,6 @@ def on_card(folder: Path) -> Iterator[LoadedModel]:
         yield loaded
 
 
-def _rows() -> list[BatchRequest]:
-    sampling = SamplingParams(max_tokens=4)
-    return [
-        BatchRequest(row, ids=tuple(random_prompt(length, seed=row)), sampling=sampling, end_ids=NO_END)
-        for row, length in enumerate([5, 40, 12, 33, 7])
-    ]
-
-
 def _noted(monkeypatch: pytest.MonkeyPatch, layer: type, into: list[list[Event]]) -> None:
     """Whatever a layer does is noted, in the list that is the last one then."""
     for name in WORK:
@@ -200,12 +192,7 @@ class _Executed:
 
         monkeypatch.setattr(DevicePipeline, "sweep", swept)
         monkeypatch.setattr(LayerBuffers, "bring", brought)
-        self.answers: dict[int, tuple[int, ...]] = {}
-        executor = BatchExecutor(loaded, policy)
-        try:
-            executor.run(iter(_rows()), lambda answer: self.answers.__setitem__(answer.row, answer.token_ids))
-        finally:
-            executor.close()
+        self.answers = answers_of(loaded, _rows(), policy)
 
 
 def _simulated(

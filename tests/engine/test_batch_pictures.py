@@ -55,7 +55,6 @@ def test_a_cell_is_a_path_an_address_or_a_list(photos: Path) -> None:
     rows = asked(photos, [{"photo": cell, "what": "colour"} for cell in cells], "Which {{what}} is it?")
     for row, count in zip(rows, (1, 1, 1, 1, 2), strict=True):
         assert kinds(row) == [*["(picture)"] * count, "Which colour is it?"]
-        assert isinstance(row, RowRequest)
         assert row.messages[-1].content == "Which colour is it?"
         assert len(pictures_of(row.messages[-1])) == count
 
@@ -85,7 +84,6 @@ def test_what_is_wrong_with_a_cell_is_said_of_its_row(photos: Path) -> None:
     rows = asked(photos, [{"photo": cell} for cell in cells], "Describe it.")
     rows += asked(photos, [{"photo": 7}, {"other": "x"}, {"photo": ["0.png"] * 65}], "Describe it.")
     for row, words in zip(rows, [*cells.values(), "'7' in 'photo'", "lacks the column", "65 pictures"], strict=True):
-        assert isinstance(row, Answer)
         assert words in row.problem
         assert row.problem.startswith(("has ", "lacks "))
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.schedules import PartsTimer
-from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.devices.device import CopyRecord
 from engine.devices.memory_budget import MemoryCategory
@@ -36,10 +36,9 @@ from engine.runtime.batch.policy import BatchPolicy, ScheduleChoice
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.executor import BatchExecutor, ContinuousBatch
-from engine.runtime.schedule.request import BatchRequest
 from tests.engine import on_devices
-from tests.engine.loaded_tiny import NO_END, random_prompt
-from tests.engine.single_streams import Alone
+from tests.engine.loaded_tiny import NO_END
+from tests.engine.single_streams import Alone, answers_alone, answers_of, rows_of
 from tests.engine.tiny_families import tiny_checkpoint
 from tests.refusals import refused
 
@@ -51,6 +50,7 @@ ORDERED = [
     if each.order
 ]
 LENGTHS = [1, 40, 90, 12, 33, 7, 64]
+_rows = partial(rows_of, LENGTHS, 6)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def wanted(folder: Path) -> dict[int, tuple[int, ...]]:
     with on_devices.opened(folder, 0) as loaded:
-        return {row.row: answer for row, answer in zip(_rows(), _alone(loaded), strict=True)}
+        return answers_alone(loaded, _rows())
 
 
 @pytest.fixture(scope="module")
@@ -70,32 +70,8 @@ def on_card(folder: Path) -> Iterator[LoadedModel]:
         yield loaded
 
 
-def _rows() -> list[BatchRequest]:
-    sampling = SamplingParams(max_tokens=6)
-    return [
-        BatchRequest(row, ids=tuple(random_prompt(n, seed=row)), sampling=sampling, end_ids=NO_END)
-        for row, n in enumerate(LENGTHS)
-    ]
-
-
-def _alone(loaded: LoadedModel) -> list[tuple[int, ...]]:
-    chat = Alone(loaded)
-    return [chat.generate_from_ids(row.ids, row.sampling, end_ids=NO_END).token_ids for row in _rows()]
-
-
 def _policy(schedule: Schedule | None, rows: int = 2) -> BatchPolicy:
     return BatchPolicy(rows=8, kv_bytes=2**22, sweep_tokens=120, micro_batch_rows=rows, schedule=schedule)
-
-
-def _answers(loaded: LoadedModel, policy: BatchPolicy) -> dict[int, tuple[int, ...]]:
-    answers: dict[int, tuple[int, ...]] = {}
-    executor = BatchExecutor(loaded, policy)
-    assert not executor.note
-    try:
-        executor.run(iter(_rows()), lambda answer: answers.__setitem__(answer.row, answer.token_ids))
-    finally:
-        executor.close()
-    return answers
 
 
 @pytest.mark.takes_turns(3)
@@ -111,7 +87,7 @@ def _answers(loaded: LoadedModel, policy: BatchPolicy) -> dict[int, tuple[int, .
 def test_answers_are_those_of_the_cpu(
     on_card: LoadedModel, wanted: dict[int, tuple[int, ...]], schedule: Schedule | None, rows: int
 ) -> None:
-    assert _answers(on_card, _policy(schedule, rows)) == wanted
+    assert answers_of(on_card, _rows(), _policy(schedule, rows)) == wanted
 
 
 @given(
@@ -163,7 +139,7 @@ def test_a_batch_stops_when_it_is_cancelled_and_another_one_follows(
         outcome = executor.run(iter(_rows()), lambda answer: None, cancelled=lambda: next(looks, None) is None)  # noqa: B023
         assert outcome is BatchOutcome.CANCELLED
         executor.close()
-    assert _answers(on_card, _policy(schedule)) == wanted
+    assert answers_of(on_card, _rows(), _policy(schedule)) == wanted
 
 
 @pytest.mark.takes_turns(2)
@@ -219,13 +195,11 @@ def test_each_expert_that_is_not_resident_crosses_the_link_once_a_sweep(folder: 
 
 def _weights_sent(on_card: LoadedModel) -> tuple[int, int, DevicePipeline, int]:
     """(experts that crossed the link, sweeps, the pipeline, its layers) of all rows by CGOPipe."""
-    assert on_card.devices is not None
     (card,) = on_card.devices.devices
     executor = BatchExecutor(on_card, _policy(CGOPIPE))
     batch = executor._batch
     assert isinstance(batch, ContinuousBatch)
     pipeline = batch.model._pipeline
-    assert pipeline is not None
     record = next(iter(pipeline.experts.cards[0].experts.sites.values())).experts.cache.layout.nbytes
     copies: list[CopyRecord] = []
     stop = card.copy_log.listen(copies.append)
@@ -270,18 +244,17 @@ def test_sweeps_whose_parts_are_timed_answer_as_ever(on_card: LoadedModel, wante
 
 def test_int8_caches_go_to_the_card_with_their_scales(on_card: LoadedModel) -> None:
     policies = [replace(_policy(schedule), kv_type=KvType.INT8) for schedule in (S4, CGOPIPE)]
-    assert _answers(on_card, policies[0]) == _answers(on_card, policies[1])
+    assert answers_of(on_card, _rows(), policies[0]) == answers_of(on_card, _rows(), policies[1])
 
 
 def test_a_card_without_room_for_two_layers_answers_as_well(folder: Path, wanted: dict[int, tuple[int, ...]]) -> None:
     with on_devices.opened(folder, 1, cache_slots=3) as loaded:
-        assert loaded.devices is not None
         (card,) = loaded.devices.devices
         layers = [site.experts for site in sites_of(DecoderLayers(loaded.model))[0].values()]
         layer = layers[0].source.num_experts * layers[0].cache.layout.nbytes
         loaded.devices.experts.give_back(0, card.memory.total)
         taken = card.memory.reserve(card.memory.free - 2 * layer + 1, MemoryCategory.ACTIVATIONS)
-        assert _answers(loaded, _policy(None)) == wanted
+        assert answers_of(loaded, _rows(), _policy(None)) == wanted
         taken.release()
 
 

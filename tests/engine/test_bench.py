@@ -578,7 +578,6 @@ def test_what_is_measured_beside_operators_gives_the_same() -> None:
     seen = []
     with torch.inference_mode():
         for name, own, operators in works(shape, torch.device("cpu"), card, kernels):
-            assert own is not None
             seen.append(name)
             for mine, its in zip(own(), operators(), strict=True):
                 torch.testing.assert_close(mine.float(), its.float().view(mine.shape), rtol=0.02, atol=0.02)

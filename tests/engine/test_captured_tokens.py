@@ -98,7 +98,6 @@ class Steps:
             step(_PROMPT, cache, 0)
         kv_type = next(each for each in KvType if each.dtype == model.model.dtype)
         caches = PagedCaches.like(like, kv_type, 2, 0)
-        assert caches is not None
         self._pages = torch.tensor([1, 0], dtype=torch.int32)
         step(_PROMPT, caches.of(Piece(self._pages, 0, self.held)), 0)
 
@@ -319,7 +318,6 @@ def test_what_fails_its_trial_is_left_to_the_dispatcher(
     folder = tiny_checkpoint("qwen3_moe", tmp_path)
     options = {"precision": "bf16", "misses": "cpu", "cache_slots": 6, "graphs": "on"}
     with opened(folder, vram_bytes=2**26, **options) as model, chatting(model) as session:
-        assert model.devices is not None
         assert model.devices.experts.tokens is None
         assert "cannot run tokens by itself" in " ".join(model.devices.experts.notes)
         assert len(answer(session, _SHORT, 3).token_ids) == 3

@@ -24,9 +24,9 @@ from tests.combinations import some
 from tests.engine.card_experts import KINDS, check, check_nobody, layer_of, module_of
 from tests.engine.emulated_cuda_card import IN_BLOCKS, emulated_kernels, needs_compiler
 from tests.engine.ggml_blocks import made_up_blocks
+from tests.engine.loaded_tiny import opened_model
 from tests.engine.on_devices import MIB, PROMPT, opened, share_misses
 from tests.engine.test_disk_backed import least_budget
-from tests.engine.test_family_parity import loaded
 from tests.engine.test_gguf_architectures import PROMPT_IDS, rewritten
 from tests.engine.test_gguf_architectures import unpacked as unpacked_file
 from tests.engine.tiny_families import tiny_checkpoint
@@ -189,7 +189,7 @@ def test_a_file_on_a_card(
     folder = tiny_checkpoint(family, tmp_path / "checkpoint", **more, **sizes)
     file = write_model(folder, tmp_path / "model.gguf", architecture, quantised=types)
     ids = torch.tensor([PROMPT])
-    with loaded(file, "fp32") as reference, torch.inference_mode():
+    with opened_model(file, "fp32") as reference, torch.inference_mode():
         wanted = reference.model(input_ids=ids).logits[0]
     with opened(file, precision="auto", cache_slots=slots, vram_bytes=64 * MIB) as ours, torch.inference_mode():
         assert ours.info.precision == "stored"
@@ -226,7 +226,7 @@ def test_biases_and_alternating_rows_in_slots_over_a_file(tmp_path: Path, monkey
     share_misses(monkeypatch)
     plain, _ = unpacked_file("gpt-oss", tmp_path)
     file = rewritten(plain, kind="MXFP4")
-    with loaded(file, "fp32") as reference, torch.inference_mode():
+    with opened_model(file, "fp32") as reference, torch.inference_mode():
         wanted = reference.model(input_ids=PROMPT_IDS).logits[0]
     for options in ({}, {"ram_bytes": least_budget(file, "auto")}):
         config = {"precision": "auto", "cache_slots": 2, "vram_bytes": 64 * MIB, **options}

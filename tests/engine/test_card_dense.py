@@ -66,7 +66,6 @@ def test_all_experts_over_two_devices(tmp_path: Path) -> None:
     with opened(folder, precision="int8", vram_bytes=64 * MIB) as model:
         wanted, whole = logits(model), memory_use(model)[0].by_category[MemoryCategory.EXPERTS]
     with opened(folder, 2, precision="int8", vram_bytes=64 * MIB) as model:
-        assert model.devices is not None
         assert not model.devices.experts.all_caches
         held = [use.by_category[MemoryCategory.EXPERTS] for use in memory_use(model)]
         assert min(held) > 0

@@ -48,7 +48,6 @@ def test_prompts_have_kernels_of_their_own_if_these_compute_right(
 ) -> None:
     monkeypatch.setattr(proof, "groups_of", lambda products, device: in_groups if products is PRODUCTS else None)
     found = kernels_of(CARD)
-    assert found is not None
     assert (found.few, found.most_few, found.many) == (PRODUCTS, most_few, in_groups)
     assert why_not(CARD) is None
     assert card_note(CARD) == ""

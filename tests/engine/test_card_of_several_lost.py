@@ -55,9 +55,7 @@ def test_the_others_go_on(cards: int, lost: int, sharing: str, expected: Referen
     )
     engine.load_exactly(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
     try:
-        assert engine._loaded is not None
         assert engine._loaded.devices is not None
-        assert engine._failback is not None
         engine._failback._prove = lambda: None
         assert tokens(ask(engine, [PROMPT])[0]) == expected.first
         engine._loaded.devices.devices[lost].close()
@@ -137,7 +135,6 @@ def two_cards(expected: Reference) -> Iterator[Engine]:
         sharing="experts",
     )
     engine.load_exactly(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
-    assert engine._failback is not None
     engine._failback._prove = lambda: None
     yield engine
     engine.unload()
@@ -154,7 +151,6 @@ def test_a_job_goes_on_by_itself_where_cards_are_lost(
     wanted = Job(engine, tmp_path, 0, lambda: None, beside_chats, "whole").run()[1]
 
     def go_away() -> None:
-        assert engine._loaded is not None
         assert engine._loaded.devices is not None
         for index in lost:
             engine._loaded.devices.devices[index].close()
@@ -163,7 +159,6 @@ def test_a_job_goes_on_by_itself_where_cards_are_lost(
     assert (ending.finished, ending.pace.done, ending.pace.failed) == (True, 6, 0)
     assert answers == wanted
     assert ending.note.count("stopped responding") == 1
-    assert engine.info is not None
     assert engine.info.device == ("cpu" if len(lost) == 2 else "emulated:slow-link#0")
     assert "stopped responding" in engine.info.device_note
     assert "stopped responding" in FALLS.note
@@ -187,7 +182,6 @@ def test_a_job_goes_on_by_itself_where_cards_fill_up(
     wanted = Job(engine, tmp_path, 0, lambda: None, beside_chats, "whole").run()[1]
 
     def fill_up() -> None:
-        assert engine._loaded is not None
         assert engine._loaded.devices is not None
         for index in full:
             memory = engine._loaded.devices.devices[index].memory
@@ -197,7 +191,6 @@ def test_a_job_goes_on_by_itself_where_cards_fill_up(
     assert (ending.finished, ending.pace.done, ending.pace.failed) == (True, 6, 0)
     assert answers == wanted
     assert ending.note.count("Other programs use") == 1
-    assert engine.info is not None
     assert engine.info.device == ("cpu" if len(full) == 2 else "emulated:slow-link#0")
 
 
@@ -238,8 +231,6 @@ def test_the_command_line_says_in_one_sentence_what_became_of_a_card(
             on_answer(answer, question)
             answered[0] += 1
             if answered[0] == 1:
-                assert engine._loaded is not None
-                assert engine._loaded.devices is not None
                 fault(engine._loaded.devices.devices[1])
 
         return run_batch(engine, prepared, replace(watcher, on_answer=answers))

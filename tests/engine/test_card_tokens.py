@@ -119,7 +119,6 @@ def rows_of(model: LoadedModel, rows: int = 3, steps: int = 4) -> torch.Tensor:
         pieces = [Piece(own, at, 1) for own in pages] if at < steps else [Piece(pages[1], at, rows)]
         positions = [at] * rows if at < steps else list(range(at, at + rows))
         together = step.rows_of(rows)
-        assert together is not None
         found.append(together.rows(ids[at].tolist(), positions, caches.structs, Pieces(pieces)))
     return torch.cat(found)
 

@@ -6,38 +6,30 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
-from engine.common.config import EngineConfig, SamplingParams
-from engine.common.errors import EngineError, ErrorCode, never_cancelled
+from engine.common.config import SamplingParams
+from engine.common.errors import EngineError, ErrorCode
 from engine.protocol import ChatMessage
-from engine.runtime.decode.generation import ignore_progress
 from engine.runtime.decode.sequence import Sequence
-from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.request import BatchRequest
 from engine.runtime.schedule.scheduler import Scheduler
-from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt, tiny_loaded
+from tests.engine.loaded_tiny import NO_END, library_tokens, open_model, random_prompt, spread, tiny_loaded
 from tests.engine.single_streams import Alone
 from tests.engine.tiny_families import tiny_checkpoint, tiny_model
+from tests.refusals import refused
 
 QUESTION = (ChatMessage("system", "Be brief."), ChatMessage("user", "What is the capital of France?"))
 PROMPT = random_prompt(30)
 
 
-def spread_logits(model: Any) -> None:
-    with torch.no_grad():
-        model.get_output_embeddings().weight.mul_(40)
-
-
 @pytest.fixture(scope="module", params=["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LoadedModel, Any]]:
     """A checkpoint loaded by us, and the model that transformers made it from."""
-    folder = tiny_checkpoint(request.param, tmp_path_factory.mktemp("tiny") / "model", prepare=spread_logits)
-    config = EngineConfig(str(folder), device="cpu", precision="fp32", threads=1)
-    loaded = load_model(config, on_progress=ignore_progress, cancelled=never_cancelled)
+    folder = tiny_checkpoint(request.param, tmp_path_factory.mktemp("tiny") / "model", prepare=spread)
+    loaded = open_model(folder, "fp32")
     reference = tiny_model(request.param)
-    spread_logits(reference)
+    spread(reference)
     yield loaded, reference
     loaded.close()
 
@@ -221,16 +213,14 @@ def test_the_end_of_the_context_ends_the_answer() -> None:
 
 def test_a_prompt_beyond_the_context_is_refused_and_the_session_goes_on() -> None:
     session = Alone(tiny_loaded("llama", context_tokens=36))
-    with pytest.raises(EngineError) as caught:
+    with refused(ErrorCode.PROMPT_TOO_LONG):
         session.generate((ChatMessage("user", "word " * 50),), SamplingParams())
-    assert caught.value.code == ErrorCode.PROMPT_TOO_LONG
     assert session.generate_from_ids(PROMPT, SamplingParams(max_tokens=2), end_ids=NO_END).generated_tokens == 2
 
 
 def test_an_empty_prompt_is_refused(loaded: LoadedModel) -> None:
-    with pytest.raises(EngineError) as caught:
+    with refused(ErrorCode.INVALID_REQUEST):
         Alone(loaded).generate_from_ids([], SamplingParams())
-    assert caught.value.code == ErrorCode.INVALID_REQUEST
 
 
 def test_running_out_of_memory_is_said_and_survived(monkeypatch: pytest.MonkeyPatch) -> None:

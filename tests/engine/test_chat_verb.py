@@ -94,7 +94,6 @@ def test_ctrl_c_while_answering_is_quiet(tiny: Path) -> None:
     with subprocess.Popen(
         [*command, *options], cwd=CHECKOUT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
-        assert process.stdout is not None
         process.stdout.read(1)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate()

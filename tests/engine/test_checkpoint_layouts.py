@@ -10,7 +10,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.combinations import some
-from tests.engine.test_family_parity import compare_with_library, greedy, loaded, logits
+from tests.engine.loaded_tiny import opened_model
+from tests.engine.test_family_parity import compare_with_library, greedy, logits
 from tests.engine.tiny_families import model_class, tiny_checkpoint, tiny_config, tiny_model
 from tests.engine.tiny_tokenizer import save_tiny_tokenizer
 
@@ -26,10 +27,10 @@ def test_sharded(family: str, tmp_path: Path) -> None:
 
 def test_shards_without_their_index(tmp_path: Path) -> None:
     tiny_checkpoint("mixtral", tmp_path, save={"max_shard_size": "40KB"})
-    with loaded(tmp_path, "fp32") as ours:
+    with opened_model(tmp_path, "fp32") as ours:
         expected = logits(ours.model)
     (tmp_path / "model.safetensors.index.json").unlink()
-    with loaded(tmp_path, "fp32") as ours:
+    with opened_model(tmp_path, "fp32") as ours:
         assert torch.equal(logits(ours.model), expected)
 
 
@@ -54,7 +55,7 @@ def test_tied_embeddings(tmp_path: Path) -> None:
     tiny_checkpoint("qwen3_moe", tmp_path, tie_word_embeddings=True)
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
     compare_with_library(tmp_path, model_class(tiny_config("qwen3_moe")))
-    with loaded(tmp_path, "fp32") as ours:
+    with opened_model(tmp_path, "fp32") as ours:
         assert ours.model.lm_head.weight is ours.model.model.embed_tokens.weight
 
 
@@ -105,11 +106,11 @@ def test_mxfp4(tmp_path: Path) -> None:
 
 
 def _compare_with_plain(packed: Path, plain: Path) -> None:
-    with loaded(packed, "fp32") as ours, torch.no_grad():
+    with opened_model(packed, "fp32") as ours, torch.no_grad():
         reference = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
         torch.testing.assert_close(logits(ours.model), logits(reference), rtol=0, atol=1e-5)
         assert greedy(ours.model, 8).tolist() == greedy(reference, 8).tolist()
-    with loaded(packed, "bf16") as ours, loaded(plain, "bf16") as same:
+    with opened_model(packed, "bf16") as ours, opened_model(plain, "bf16") as same:
         torch.testing.assert_close(logits(ours.model), logits(same.model), rtol=0, atol=2e-3)
 
 

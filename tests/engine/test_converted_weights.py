@@ -8,6 +8,7 @@ import errno
 import json
 import os
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -92,13 +93,10 @@ def _answer(
     cancelled: Callable[[], bool] = lambda: False,
 ) -> tuple[torch.Tensor, str, tuple[Path, ...]]:
     """Logits, what is said about the model, and what the next start reads."""
-    loaded = load_model(config, on_progress=on_progress, cancelled=cancelled)
-    try:
+    with closing(load_model(config, on_progress=on_progress, cancelled=cancelled)) as loaded:
         with torch.inference_mode():
             logits = loaded.model(torch.arange(3, 11)[None]).logits.clone()
         return logits, loaded.info.device_note, loaded.prepared
-    finally:
-        loaded.close()
 
 
 def _file(config: EngineConfig) -> Path:

@@ -87,7 +87,6 @@ def test_every_two_settings_together(settings: dict[str, Any], checkpoints: Path
     expected = reference(family, checkpoints)
     options = {name: value for name, value in settings.items() if name != "family"}
     with opened(expected.folder, **options) as model:
-        assert model.devices is not None
         assert len(model.devices.devices) == settings["devices"]
         assert_equal(model, expected)
 
@@ -98,7 +97,6 @@ def test_all_experts_on_the_device(family: str, checkpoints: Path) -> None:
     expected = reference(family, checkpoints)
     with opened(expected.folder) as model:
         assert model.devices is not None
-        assert model.bank is not None
         assert slots(model) == 0
         assert memory_use(model)[0].by_category["experts"] == model.bank.nbytes > 0
         assert_equal(model, expected)
@@ -138,7 +136,6 @@ def test_a_long_answer_goes_through_many_evictions(checkpoints: Path) -> None:
         wanted = answer(session, PROMPT[:SHORT], 80).token_ids
     with opened(expected.folder, cache_slots=4, cache_policy="lru") as model, chatting(model) as session:
         assert answer(session, PROMPT[:SHORT], 80).token_ids == wanted
-        assert model.devices is not None
         counters = model.devices.experts.caches[0][0].counters
         assert counters.evictions > 20
         assert counters.lookups == counters.hits + counters.misses
@@ -152,7 +149,6 @@ def test_experts_that_were_used_most_are_there_from_the_start(policy: str, check
         assert ("not known" in model.info.device_note) == (policy == "static")
         answer(session, PROMPT[:SHORT], 30)
     with opened(expected.folder, cache_slots=6, cache_policy=policy) as model:
-        assert model.devices is not None
         (cache,) = model.devices.experts.caches[0]
         assert cache.policy == "static"  # `auto` can leave it
         cache.wait()
@@ -164,7 +160,6 @@ def test_a_prompt_leaves_what_decoding_keeps_alone(checkpoints: Path) -> None:
     expected = reference("qwen3_moe", checkpoints)
     with opened(expected.folder, cache_slots=5) as model, chatting(model) as session:
         answer(session, PROMPT[:SHORT], 40)
-        assert model.devices is not None
         (cache,) = model.devices.experts.caches[0]
         cache.wait()
         kept = [cache.residents(layer) for layer in range(2)]

@@ -2,6 +2,7 @@
 
 import errno
 import os
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -25,13 +26,10 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @settings(deadline=None, max_examples=150)
 def test_any_piece_of_a_file(path: Path, offset: int, length: int, direct: bool) -> None:
     length = min(length, len(CONTENT) - offset)
-    file = DirectFile(path, direct=direct)
-    try:
+    with closing(DirectFile(path, direct=direct)) as file:
         target = memoryview(bytearray(length))
         file.read_into(offset, target)
         assert bytes(target) == CONTENT[offset : offset + length]
-    finally:
-        file.close()
 
 
 @pytest.mark.parametrize("direct", [True, False])

@@ -1,24 +1,30 @@
-"""Experts on two processors at once against the plain definition: whatever is where, and whatever fails."""
+"""Experts on two processors at once: as defined, in groups, under stress, whatever is where and whatever fails."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.common.errors import EngineError
-from engine.devices.device import Device, Stream
+from engine.common.errors import EngineError, ErrorCode
+from engine.devices.device import CopyRecord, Device, Stream
 from engine.devices.emulated import open_emulated
 from engine.experts import dispatcher, executor
 from engine.experts.dispatcher import DECODE_TOKENS
 from engine.experts.latency import LatencyModel
 from engine.experts.misses import CACHE_OFF, MIXED, modes
 from engine.experts.path_choice import CopyPace
+from engine.experts.prediction.target import Place, VramPrefetch
 from engine.hardware.profiles import DeviceProfile
+from engine.kernels.reference import reference_experts
 from tests.engine.hybrid_layers import EVERY_POLICY, EXPERTS, HIDDEN, KINDS, LAYERS, Layers, routing
+from tests.engine.test_record_source import OnDisk
 from tests.engine.vram_cache_parts import holding
 
 
@@ -307,3 +313,234 @@ def test_hits_that_gain_nothing_pay_for_hardly_any_copies() -> None:
 def test_copies_that_cost_nothing_are_as_many_as_there_may_be() -> None:
     _, copies = _ran(1e-4, 0.0)
     assert copies > 7
+
+
+Answers = list[torch.Tensor | None]
+
+
+@contextmanager
+def _tiers(device: Device, folder: Path, part: int, dice: random.Random) -> Iterator[Layers | OnDisk]:
+    """Some experts: all in RAM, or on disk below, where reads fail now and then."""
+    kind, slots = sorted(KINDS)[part % 3], dice.choice([1, 4, 8])
+    if part % 2 == 0:
+        with Layers(device, kind, slots=slots, ways=dice.choice([None, 2]), seed=part) as layers:
+            yield layers
+        return
+    folder.mkdir(parents=True)
+    on_disk = OnDisk(device, folder, kind, dice.choice([2, 4, 8]), slots, MIXED, part)
+    read: Any = on_disk.disk.read
+    faults = random.Random(part)
+
+    def damaged(layer: int, expert: int, into: torch.Tensor, *, urgent: bool) -> Any:
+        if faults.random() < 0.005:
+            raise EngineError(ErrorCode.CHECKPOINT_DAMAGED, "injected")
+        return read(layer, expert, into, urgent=urgent)
+
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(on_disk.disk, "read", damaged)
+            yield on_disk
+            on_disk.cache.wait()
+            on_disk.tier.settle()
+            assert not on_disk.tier.lent
+    finally:
+        on_disk.close()
+
+
+def _disturbances(device: Device, tiers: Layers | OnDisk, dice: random.Random) -> list[tuple[float, Callable[[], Any]]]:
+    """(how often, what) may happen between two steps."""
+    cache, memory = tiers.cache, device.memory
+    total = memory.total
+    sources = [layer.source for layer in tiers.layers]
+    target = VramPrefetch([[Place(cache, layer, source)] for layer, source in enumerate(sources)])
+
+    def pair() -> tuple[int, int]:
+        return dice.randrange(LAYERS), dice.randrange(EXPERTS)
+
+    def prefetch() -> None:
+        layer, experts = dice.randrange(LAYERS), [dice.randrange(EXPERTS) for _ in range(3)]
+        target.prefetch(layer, experts, [pair() for _ in range(3)])
+
+    def limit() -> None:
+        used = memory.use().used
+        memory.limit(dice.choice([total, total, max(0, used - dice.randrange(8) * cache.layout.nbytes)]))
+
+    found: list[tuple[float, Callable[[], Any]]] = [
+        (0.01, lambda: cache.resize(dice.randrange(LAYERS * EXPERTS + 1))),
+        (0.01, lambda: dice.choice(device.streams).submit(_fail)),
+        (0.2, prefetch),
+        (0.02, limit),
+    ]
+    if isinstance(tiers, OnDisk):
+        tier = tiers.tier
+        found.append((0.02, lambda: tier.resize(dice.randrange(1, 9) * cache.layout.nbytes)))
+    return found
+
+
+def _stress(device: Device, folder: Path, steps: int, seed: int) -> Answers:
+    dice, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    total = device.memory.total
+    messages: list[str] = []
+    answers: Answers = []
+    for part in range(4):
+        with _tiers(device, folder / str(part), part, dice) as tiers:
+            disturbances = _disturbances(device, tiers, dice)
+            for _ in range(steps // 4):
+                for often, what in disturbances:
+                    if dice.random() < often:
+                        what()
+                number = dice.randrange(LAYERS)
+                layer = tiers.layers[number]
+                layer.serve_by(dice.choice(modes()))
+                tokens = DECODE_TOKENS + 1 if dice.random() < 0.02 else dice.choice([1, 1, 1, 2, 6])
+                inputs = routing(generator, tokens, 2)
+                try:
+                    result = layer(*inputs)
+                except EngineError as error:
+                    messages.append(error.message)
+                    answers.append(None)
+                    continue
+                wanted = reference_experts(tiers.module, tiers.weights[number], *inputs)
+                torch.testing.assert_close(result, wanted, rtol=1e-4, atol=1e-4)
+                answers.append(result)
+            device.memory.limit(total)
+            device.recover()
+            assert tiers.cache.resize(0) == 0, "something is still pinned"
+            counters = tiers.cache.counters
+            assert counters.lookups == counters.hits + counters.misses
+            assert counters.prefetches_used + counters.prefetches_wasted <= counters.prefetched
+    assert device.memory.use().used == 0
+    assert messages
+    assert all("injected" in message or "memory" in message for message in messages)
+    assert len(messages) < 0.1 * steps
+    return answers
+
+
+def test_stress_gives_the_same_answers_again(device: Device, tmp_path: Path) -> None:
+    """Copies and reads end at other moments each time; what is computed does not depend on that."""
+    first, again = (_stress(device, tmp_path / name, 300, 1) for name in ("first", "again"))
+    both = [(one, other) for one, other in zip(first, again, strict=True) if one is not None and other is not None]
+    assert len(both) > 250
+    assert all(torch.equal(one, other) for one, other in both)
+
+
+@pytest.mark.exhaustive
+def test_long_stress(device: Device, tmp_path: Path) -> None:
+    _stress(device, tmp_path, 10_000, 2)
+
+
+LINKS = {"slow": 0.02, "fast": 20.0}
+MANY = DECODE_TOKENS + 1
+
+
+@pytest.fixture(scope="module")
+def devices() -> Iterator[dict[str, Device]]:
+    with (
+        open_emulated(DeviceProfile("slow", "for tests", 2**24, LINKS["slow"], 20.0, 1.0)) as slow,
+        open_emulated(DeviceProfile("fast", "for tests", 2**24, LINKS["fast"], 20.0, 1.0)) as fast,
+    ):
+        yield {"slow": slow, "fast": fast}
+
+
+def brought(device: Device) -> tuple[list[CopyRecord], Any]:
+    copies: list[CopyRecord] = []
+    return copies, device.copy_log.listen(lambda copy: copies.append(copy) if copy.stream.endswith(" h2d") else None)
+
+
+@given(
+    link=st.sampled_from(sorted(LINKS)),
+    kind=st.sampled_from(sorted(KINDS)),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    slots=st.sampled_from([0, 4]),
+    staging=st.integers(1, 14),
+    together=st.integers(1, 8),
+    mode=st.sampled_from(["fetch", "mixed"]),
+    steps=st.lists(
+        st.tuples(st.integers(0, LAYERS - 1), st.sampled_from([1, 2, MANY, 3 * MANY])), min_size=1, max_size=6
+    ),
+    seed=st.integers(0, 10**6),
+)
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_prompts_and_tokens_in_any_order(
+    devices: dict[str, Device],
+    link: str,
+    kind: str,
+    dtype: torch.dtype,
+    slots: int,
+    staging: int,
+    together: int,
+    mode: str,
+    steps: list[tuple[int, int]],
+    seed: int,
+) -> None:
+    """No slot is overwritten before it is computed, and every byte on the link is counted once."""
+    device, generator = devices[link], torch.Generator().manual_seed(seed)
+    copies, stop = brought(device)
+    try:
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            Layers(device, kind, dtype, slots, None, "lru", mode, staging) as of,
+        ):
+            patch.setattr("engine.experts.misses._FEWEST_TOGETHER", together)
+            ring = of.cache.staging
+            held = device.memory.use().used
+            for layer, tokens in steps:
+                of.check(layer, routing(generator, tokens, 3, dtype))
+            assert device.memory.use().used <= max(held, device.memory.use().peak)
+            assert ring.free == len(ring.segment.slots)
+            of.cache.wait()
+            device.h2d_stream.synchronize()
+            counters, left = of.cache.counters, sum(len(ring.ahead(layer)) for layer in range(LAYERS))
+            counted = counters.fetched_bytes + counters.post_fetched_bytes + counters.prefetched_bytes
+            assert sum(copy.nbytes for copy in copies) == counted
+            assert counters.prefetched == counters.prefetches_used + counters.prefetches_wasted + left
+            assert counters.prefill_lookups == (
+                counters.prefill_hits + counters.prefill_on_cpu + counters.prefill_fetched
+            )
+    finally:
+        stop()
+
+
+def test_a_kernel_without_memory_gets_smaller_groups_and_then_the_cpu(devices: dict[str, Device]) -> None:
+    generator = torch.Generator().manual_seed(2)
+    sizes: list[int] = []
+    most = 2
+
+    with Layers(devices["fast"], slots=0, staging=12, mode="fetch") as layers:
+        ring, first = layers.cache.staging, layers.layers[0]
+        plain = layers.kernel(ring.segment.records)
+
+        def kernel(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            sizes.append(len(index.unique()))
+            if sizes[-1] > most:
+                raise EngineError(ErrorCode.NOT_ENOUGH_MEMORY, "injected")
+            return plain(hidden, index, weights)
+
+        first.make_kernel = lambda _: kernel
+        layers.check(0, routing(generator, MANY, 3))
+        assert (ring.most_together, max(sizes[-EXPERTS // 2 :])) == (1, 1)
+        counters = layers.cache.counters
+        assert (counters.prefill_lookups, counters.prefill_fetched, counters.recomputed) == (EXPERTS, EXPERTS, 0)
+        most = 0
+        layers.check(0, routing(generator, MANY, 3))
+        assert (counters.prefill_lookups, counters.recomputed) == (2 * EXPERTS, EXPERTS)
+
+
+@pytest.mark.parametrize("after", [0, 1, 4, 7])
+def test_a_link_that_fails_in_the_middle(devices: dict[str, Device], after: int) -> None:
+    """Those that did not arrive are computed by the CPU, and nothing of them is taken for what comes next."""
+    device, generator = devices["fast"], torch.Generator().manual_seed(2)
+    with Layers(device, slots=0, staging=4, mode="fetch") as layers, pytest.MonkeyPatch.context() as patch:
+        left, copy = after, device.h2d_stream.copy
+
+        def failing(*args: Any, **options: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == -1:
+                device.h2d_stream.submit(_fail)
+            return copy(*args, **options)
+
+        patch.setattr(device.h2d_stream, "copy", failing)
+        for layer in (0, 1, 0, 1):
+            layers.check(layer, routing(generator, MANY, 3))
+        assert layers.cache.counters.recomputed

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,14 @@ from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import RequestCancelled
 from engine.kernels.native.build import library_path
 from engine.planner.placement import NotEnoughRamError
-from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.speculation import Guess
 from engine.runtime.draft_head import draft_head_of
-from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.request import BatchRequest
 from engine.runtime.schedule.scheduler import Scheduler
 from tests.combinations import some
 from tests.engine.draft_head_cases import BESIDE, LAYERED, checkpoint_with_head, library_guesses, without_head
-from tests.engine.loaded_tiny import NO_END, random_prompt
+from tests.engine.loaded_tiny import NO_END, open_model, random_prompt
 from tests.engine.single_streams import Alone
 from tests.engine.test_gguf_architectures import rewritten, unpacked
 from tests.engine.test_speculation import Eager
@@ -38,8 +37,7 @@ _WALKS = [
 
 
 def loaded_from(path: Path, precision: str = "fp32", speculation: Any = "heads") -> LoadedModel:
-    config = EngineConfig(str(path), device="cpu", precision=precision, threads=2, speculation=speculation)
-    return load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
+    return open_model(path, precision, threads=2, speculation=speculation)
 
 
 class Oracle:
@@ -120,8 +118,7 @@ def test_guesses_are_the_librarys_and_answers_stay_the_same(family: str, tmp_pat
     path, model, head = checkpoint_with_head(name, tmp_path / "model", fused=bool(fused))
     ids = random_prompt(60)
     expected = library_guesses(model, head, ids)
-    loaded = loaded_from(path)
-    try:
+    with closing(loaded_from(path)) as loaded:
         assert draft_head_of(loaded.model) is not None
         sequence = Heard(loaded)
         drafter = sequence.drafter
@@ -131,23 +128,18 @@ def test_guesses_are_the_librarys_and_answers_stay_the_same(family: str, tmp_pat
                 drafter.append(ids[at])
                 if at % 3:  # else it is given two at once
                     guess = drafter.guess(4)
-                    assert guess is not None
                     assert guess.ids == (int(expected[at - 1].argmax()),)
                 if at == 50 and sequence.steps.most_rows > 3 and sequence._row.state is None:  # tried, and taken back
                     sequence.several([ids[at], 7, 8], 1)
                 else:
                     sequence.step(ids[at])
         _answers_stay_the_same(loaded)
-    finally:
-        loaded.close()
 
 
 def test_after_a_prompt_was_given_up_the_head_hears_nothing_of_others(tmp_path: Path) -> None:
     path, _model, _head = checkpoint_with_head("glm4_moe", tmp_path / "model")
-    loaded = loaded_from(path)
-    try:
+    with closing(loaded_from(path)) as loaded:
         sequence, head = Heard(loaded), draft_head_of(loaded.model)
-        assert head is not None
 
         def stops(*_: object) -> None:
             raise RequestCancelled
@@ -159,8 +151,6 @@ def test_after_a_prompt_was_given_up_the_head_hears_nothing_of_others(tmp_path: 
         with torch.inference_mode():
             loaded.model(input_ids=torch.tensor([random_prompt(20)]))
         assert head.heard is None
-    finally:
-        loaded.close()
 
 
 @pytest.mark.parametrize(("family", "seed"), _WALKS)
@@ -214,7 +204,6 @@ def test_heads_guess_for_everybody_who_shares_steps(family: str, tmp_path: Path)
         return False
 
     try:
-        assert scheduler._batch is not None
         scheduler._batch._prices = Eager()
         arrive()
         scheduler.serve(arrive)
@@ -228,7 +217,6 @@ def test_heads_guess_for_everybody_who_shares_steps(family: str, tmp_path: Path)
         alone = Alone(loaded, speculates=False)
         assert further.token_ids == alone.generate_from_ids(turn, asked.sampling, end_ids=NO_END).token_ids
         for sampling, found in ends:
-            assert isinstance(found, GenerationResult)
             assert (found.guessed_tokens > 0) is (sampling.beams == 1)
             if sampling.beams == 1:
                 alone = Alone(loaded, speculates=False).generate_from_ids(ids(sampling), sampling, end_ids=NO_END)
@@ -289,15 +277,10 @@ def test_the_head_in_a_gguf_file_is_the_one_it_was_converted_from(case: str, rai
         return {**tensors, **added}
 
     path = rewritten(file, tensors=with_head, block_count=3, nextn_predict_layers=1)
-    plain = loaded_from(path, speculation="auto")
-    try:
+    with closing(loaded_from(path, speculation="auto")) as plain:
         assert draft_head_of(plain.model) is None
-    finally:
-        plain.close()
-    loaded = loaded_from(path)
-    try:
+    with closing(loaded_from(path)) as loaded:
         head = draft_head_of(loaded.model)
-        assert head is not None
         held = {
             "eh_proj": head.eh_proj,
             "enorm": head.enorm,
@@ -310,20 +293,15 @@ def test_the_head_in_a_gguf_file_is_the_one_it_was_converted_from(case: str, rai
         given = torch.from_numpy(added["blk.2.attn_output.weight"]).float()
         torch.testing.assert_close(head.block.self_attn.o_proj.weight, given)
         _answers_stay_the_same(loaded, 288)
-    finally:
-        loaded.close()
 
 
 def test_without_all_of_a_head_the_text_alone_guesses(tmp_path: Path) -> None:
     path, _, _ = checkpoint_with_head("glm4_moe", tmp_path / "model")
     without_head(path)
-    loaded = loaded_from(path)
-    try:
+    with closing(loaded_from(path)) as loaded:
         assert draft_head_of(loaded.model) is None
         assert OneSequence(loaded).steps.drafter() is None
         assert "No layer for drafting tokens is used: this checkpoint has none" in loaded.info.device_note
-    finally:
-        loaded.close()
 
 
 def test_what_does_not_guess_holds_no_head(tmp_path: Path) -> None:
@@ -342,11 +320,8 @@ def test_what_does_not_guess_holds_no_head(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])
 def test_experts_of_a_head_are_quantised_like_the_others(family: str, tmp_path: Path) -> None:
     path, _, _ = checkpoint_with_head(family, tmp_path / "model")
-    loaded = loaded_from(path, "int8")
-    try:
+    with closing(loaded_from(path, "int8")) as loaded:
         _answers_stay_the_same(loaded)
-    finally:
-        loaded.close()
 
 
 def test_experts_of_a_model_with_a_head_are_read_from_its_files(tmp_path: Path) -> None:
@@ -354,15 +329,12 @@ def test_experts_of_a_model_with_a_head_are_read_from_its_files(tmp_path: Path) 
     config = EngineConfig(str(path), device="cpu", precision="fp32", threads=2, speculation="heads", ram_bytes=1)
 
     def load(config: EngineConfig) -> LoadedModel:
-        return load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
+        return open_model(config)
 
     with pytest.raises(NotEnoughRamError) as caught:
         load(config)
-    loaded = load(replace(config, ram_bytes=caught.value.needed))
-    try:
+    with closing(load(replace(config, ram_bytes=caught.value.needed))) as loaded:
         assert converted_of(path) == []
         assert loaded.disk_backed is not None
         _answers_stay_the_same(loaded)
         assert loaded.disk_backed.disk.records_read
-    finally:
-        loaded.close()

@@ -25,11 +25,11 @@ from engine.runtime.schedule.executor import BatchExecutor
 from engine.runtime.schedule.request import BatchRequest
 from tests.combinations import some
 from tests.engine import on_devices
-from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt
+from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt, spread
 from tests.engine.single_streams import Alone
 from tests.engine.test_disk_backed import on_disk
 from tests.engine.tiny_configs import ADAPTED, DENSE, FAMILIES
-from tests.engine.tiny_families import model_class, output_embeddings, tiny_checkpoint, tiny_config
+from tests.engine.tiny_families import model_class, tiny_checkpoint, tiny_config
 
 DOZEN, ALL = 12, 118
 NEW_TOKENS = 6
@@ -68,18 +68,12 @@ def test_all_families_are_drawn() -> None:
 def check(seed: int, drawn: "DrawnModel", folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fails with the way in which, and the place where, answers are not those of transformers."""
     print(f"{SEED_VARIABLE}={seed}: {drawn}\n{drawn.values}")  # noqa: T201 - pytest shows it where one fails
-    tiny_checkpoint(drawn.family, folder, drawn=drawn.values, prepare=_spread_logits)
+    tiny_checkpoint(drawn.family, folder, drawn=drawn.values, prepare=spread)
     expected = _expected(drawn, folder)
     _compare("cpu", on_devices.opened(folder, 0), expected)
     _compare("card", on_devices.opened(folder, 1, cache_slots=3), expected)
     if drawn.family not in DENSE:
         _compare("disk", on_disk(monkeypatch, folder, "fp32"), expected)
-
-
-def _spread_logits(model: Any) -> None:
-    """So that rounding does not decide which token is the likeliest."""
-    with torch.no_grad():
-        output_embeddings(model).weight.mul_(40)
 
 
 def _expected(drawn: "DrawnModel", folder: Path) -> Expected:

@@ -6,6 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from engine.serving import embeddings
 from engine.serving.server import Address, Server
 from engine.serving.service import LibraryModels, Service
 from tests.engine.tiny_tokenizer import VOCABULARY, save_tiny_tokenizer
+from tests.refusals import refused
 from tests.scripted_broker import ScriptedBroker
 from tests.tiny_gguf import add_vocabulary, takes, write_gguf, write_model
 
@@ -122,12 +124,9 @@ def _expected(folder: Path, pooling: str) -> torch.Tensor:
 @pytest.mark.parametrize("kind", list(_KINDS))
 def test_vectors_are_the_librarys(kind: str, pooling: str, tmp_path: Path) -> None:
     folder = _made(tmp_path / "model", kind, pooling, "Normalize")
-    embedder = Embedder(folder)
-    try:
+    with closing(Embedder(folder)) as embedder:
         found = embedder.embed(TEXTS)
         alone = embedder.embed(TEXTS[:1])
-    finally:
-        embedder.close()
     expected = torch.nn.functional.normalize(_expected(folder, pooling), dim=1)
     is_rounded = kind.startswith("qwen3")  # computed in bf16
     torch.testing.assert_close(found.rows, expected, atol=0.03 if is_rounded else 1e-4, rtol=0)
@@ -160,12 +159,9 @@ def test_a_gguf_file_made_for_it(tmp_path: Path) -> None:
     file = write_model(folder, tmp_path / "model.gguf", "qwen3", pooling_type=3)
     assert embedding_of(file) == Embedding("last")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    embedder = Embedder(file)
-    try:
+    with closing(Embedder(file)) as embedder:
         assert len(embedder.embed(TEXTS).rows) == 4
         found = embedder.embed([tokenizer(text)["input_ids"] for text in TEXTS]).rows
-    finally:
-        embedder.close()
     expected = torch.nn.functional.normalize(_expected(folder, "lasttoken"), dim=1)
     torch.testing.assert_close(found, expected, atol=0.03, rtol=0)
 
@@ -215,9 +211,8 @@ def test_long_texts_are_refused_or_cut(tmp_path: Path) -> None:
     embedder = Embedder(folder)
     assert embedder.most_tokens == 12
     long = " ".join(TEXTS)
-    with pytest.raises(EngineError, match=r"Text 2 has \d+ tokens, and model reads 12 at most") as error:
+    with refused(ErrorCode.PROMPT_TOO_LONG, match=r"Text 2 has \d+ tokens, and model reads 12 at most"):
         embedder.embed(["Paris.", long])
-    assert error.value.code is ErrorCode.PROMPT_TOO_LONG
     ids = transformers.AutoTokenizer.from_pretrained(folder)(long)["input_ids"]
     cut = embedder.embed([long], truncates=True)
     assert cut.tokens == 12

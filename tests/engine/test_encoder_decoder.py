@@ -13,11 +13,12 @@ from transformers import (
 )
 
 from engine.common.config import SamplingParams
-from engine.common.errors import EngineError, ErrorCode, never_cancelled
+from engine.common.errors import ErrorCode, never_cancelled
 from engine.protocol import ChatMessage
 from engine.runtime.schedule.request import Preparation
 from tests.engine.loaded_tiny import NO_END, as_loaded, random_prompt
 from tests.engine.single_streams import Alone
+from tests.refusals import refused
 
 PROMPT = random_prompt(20)
 
@@ -26,7 +27,6 @@ PROMPT = random_prompt(20)
 def model(name: str) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        built: Any
         if name == "switch_transformers":
             config = SwitchTransformersConfig(
                 vocab_size=320, d_model=32, d_kv=8, d_ff=48, num_heads=4, num_layers=2, num_decoder_layers=2,
@@ -93,6 +93,5 @@ def test_a_cancelled_request_never_runs_the_encoder() -> None:
 
 def test_a_prompt_longer_than_the_encoder_takes() -> None:
     session = Alone(as_loaded(model("switch_transformers"), context_tokens=10))
-    with pytest.raises(EngineError) as caught:
+    with refused(ErrorCode.PROMPT_TOO_LONG):
         session.generate_from_ids(PROMPT, SamplingParams())
-    assert caught.value.code == ErrorCode.PROMPT_TOO_LONG

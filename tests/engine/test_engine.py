@@ -88,7 +88,6 @@ def test_a_model_that_cannot_be_closed_is_in_use_no_longer(
 def test_load_answer_unload(engine: Engine, tiny: Path) -> None:
     assert engine.info is None
     load(engine, tiny)
-    assert engine.info is not None
     assert engine.info.family == "mixtral"
     first = ask(engine, "a question")
     assert first.prompt_tokens > 0
@@ -122,16 +121,14 @@ def test_an_unloaded_model_gives_its_memory_back_to_the_system(engine: Engine, s
 
 def test_without_a_model(engine: Engine) -> None:
     for ask_something in (lambda: ask(engine, "hello"), engine.default_sampling):
-        with pytest.raises(EngineError) as caught:
+        with refused(ErrorCode.INVALID_REQUEST):
             ask_something()
-        assert caught.value.code == ErrorCode.INVALID_REQUEST
 
 
 def test_a_load_that_fails_leaves_nothing(engine: Engine, tiny: Path) -> None:
     load(engine, tiny)
-    with pytest.raises(EngineError) as caught:
+    with refused(ErrorCode.MODEL_NOT_FOUND):
         load(engine, "no-such-model")
-    assert caught.value.code == ErrorCode.MODEL_NOT_FOUND
     assert engine.info is None
 
 
@@ -145,9 +142,8 @@ def test_a_refused_prompt_costs_nothing_of_the_conversation(engine: Engine, tiny
     load(engine, tiny)
     ask(engine, "a question")
     held = engine.kv_tokens
-    with pytest.raises(EngineError) as caught:
+    with refused(ErrorCode.PROMPT_TOO_LONG):
         ask(engine, "word " * 20_000)
-    assert caught.value.code == ErrorCode.PROMPT_TOO_LONG
     assert engine.kv_tokens == held
 
 

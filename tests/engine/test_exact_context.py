@@ -17,9 +17,8 @@ from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.executor import BatchExecutor
 from engine.runtime.schedule.request import BatchRequest
 from tests.combinations import some
-from tests.engine.loaded_tiny import NO_END, as_loaded, library_tokens, random_prompt, tiny_loaded
+from tests.engine.loaded_tiny import NO_END, as_loaded, library_tokens, opened_model, random_prompt, tiny_loaded
 from tests.engine.single_streams import Alone
-from tests.engine.test_family_parity import loaded
 from tests.engine.tiny_configs import OMNI
 from tests.engine.tiny_families import tiny_checkpoint
 
@@ -81,7 +80,7 @@ def test_many_index_heads_do_not_tie_and_their_cache_is_reused() -> None:
 
 def test_a_dynamic_context_grows_and_the_user_is_told(tmp_path: Path) -> None:
     tiny_checkpoint("qwen3_moe", tmp_path, **DYNAMIC)
-    with loaded(tmp_path, "fp32") as model:
+    with opened_model(tmp_path, "fp32") as model:
         assert model.context_tokens == 160
         assert "40" in model.info.device_note
         assert "160" in model.info.device_note
@@ -91,7 +90,7 @@ def test_a_dynamic_context_grows_and_the_user_is_told(tmp_path: Path) -> None:
         assert answer.token_ids == tuple(library_tokens(model.model, prompt, 8))
         assert StepModel(model.model, 160).why_not_repeated
         assert not StepModel(model.model, 40).why_not_repeated
-    with loaded(tmp_path, "fp32", context_tokens=40) as model:
+    with opened_model(tmp_path, "fp32", context_tokens=40) as model:
         assert model.info.device_note == ""
 
 

@@ -110,7 +110,6 @@ def test_saved_and_loaded_is_the_same(trained: TrainedMlp, tmp_path: Path) -> No
     assert load_mlp(path, LAYERS, EXPERTS) == (None, None)
     save_mlp(trained, path)
     loaded, _ = load_mlp(path, LAYERS, EXPERTS)
-    assert loaded is not None
     assert (loaded.widths, loaded.loss, loaded.statistics.distance) == (trained.widths, trained.loss, 1)
     assert torch.equal(loaded.statistics.affinity, trained.statistics.affinity)
     state = loaded.model.state_dict()
@@ -207,8 +206,6 @@ def test_one_trains_at_a_time_and_its_result_is_taken_once(
     assert not learnt.begin(1)
     save_mlp(trained, learnt.path)
     child = learnt._child
-    assert child is not None
-    assert child.stdin is not None
     child.stdin.close()
     learnt.wait()
     assert (learnt.finished() is None) == (code != 0)

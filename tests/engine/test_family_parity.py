@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from engine.common.config import EngineConfig
 from engine.families import family_of
 from engine.families.library import ROUTER_CORRECTION
 from engine.families.pictures import SIGHTS
 from engine.runtime.load.library_models import leave_out_tower
-from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from tests.combinations import some
+from tests.engine.loaded_tiny import opened_model
 from tests.engine.tiny_configs import DENSE, FAMILIES, USUAL
 from tests.engine.tiny_families import model_class, tiny_checkpoint, tiny_config
 
@@ -40,7 +39,7 @@ def test_gemma_4_as_native_steps_know_it(tmp_path: Path) -> None:
 
 def compare_with_library(folder: Path, library_class: Any, *, moe: bool = True) -> None:
     """Loads the checkpoint in both ways and compares: fp32 logits and tokens, bf16 logits."""
-    with loaded(folder, "fp32") as ours, torch.no_grad():
+    with opened_model(folder, "fp32") as ours, torch.no_grad():
         reference = library_class.from_pretrained(folder, dtype=torch.float32).eval()
         assert_is_out_of_the_module(ours, moe)
         with routed(reference) as exact_routes:
@@ -53,7 +52,7 @@ def compare_with_library(folder: Path, library_class: Any, *, moe: bool = True) 
             if ours.info.family in SIGHTS:  # read with the first picture
                 leave_out_tower(reference)
             assert ours.info.parameters == sum(parameter.numel() for parameter in reference.parameters())
-    with loaded(folder, "bf16") as ours, torch.no_grad():
+    with opened_model(folder, "bf16") as ours, torch.no_grad():
         reference = library_class.from_pretrained(folder, dtype=torch.bfloat16).eval()
         if type(ours.model) is library_class:  # else ours is its text part, with other names
             assert_buffers_equal(ours.model, reference)
@@ -85,16 +84,6 @@ def compare_with_library(folder: Path, library_class: Any, *, moe: bool = True) 
                     break
             else:
                 break
-
-
-@contextmanager
-def loaded(folder: Path, precision: Any, **options: Any) -> Iterator[LoadedModel]:
-    config = EngineConfig(model=str(folder), precision=precision, threads=1, **{"device": "cpu", **options})
-    model = load_model(config, on_progress=lambda done, total: None, cancelled=lambda: False)
-    try:
-        yield model
-    finally:
-        model.close()
 
 
 def logits(model: Any) -> torch.Tensor:

@@ -26,10 +26,10 @@ from engine.measure.measuring import QUICK, measure_machine
 from engine.planner.engine_memory import context_tokens
 from engine.planner.plan_parts import Limits
 from engine.planner.predict import predict_decode, running_config
-from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.tuning.fit import FitRow, fit_card
 from engine.tuning.machine_state import MachineLook, look_at_machine
+from tests.engine.loaded_tiny import opened_model
 from tests.engine.on_devices import memory_use, slots
 from tests.engine.test_stored_precision import type_of
 from tests.engine.tiny_families import tiny_checkpoint
@@ -127,8 +127,7 @@ def _compare(row: FitRow, config: EngineConfig, limits: Limits, look: MachineLoo
     assert row.ram is not None
     assert row.speed is not None
     shape = find_shape(config.model)
-    loaded = load_model(config, on_progress=lambda _done, _all: None, cancelled=lambda: False)
-    try:
+    with opened_model(config) as loaded:
         info = loaded.info
         assert (info.device != "cpu") == (row.card is not None), f"{said}: {info.device_note}"
         assert limits.held(shape, look.profile).words(info.precision) == row.precision, said
@@ -148,8 +147,6 @@ def _compare(row: FitRow, config: EngineConfig, limits: Limits, look: MachineLoo
         machine = look.machine(shape.measured_as(info.precision), shape.expert_bytes(info.precision))
         again = predict_decode(machine, shape, running, prompt_tokens=128, tokens=128, limits=limits)
         assert row.speed.low <= again.tokens_per_s <= row.speed.high, said
-    finally:
-        loaded.close()
 
 
 def _compare_kv(row: FitRow, loaded: LoadedModel, config: EngineConfig, said: str) -> None:
@@ -175,7 +172,6 @@ def test_a_label_and_a_size_say_nearly_as_much_as_a_header(tmp_path: Path, kind:
     file = write_model(tiny, tmp_path / "m.gguf", "qwen3moe", quantised=kind)
     exact, guessed = find_shape(str(file)), as_quantised(find_shape(str(tiny)), kind)
     assert exact.stored is not None
-    assert guessed.stored is not None
     assert guessed.precisions == exact.precisions
     assert guessed.expert_bytes(STORED) == pytest.approx(exact.expert_bytes(STORED), rel=0.01)
     assert guessed.stored.dense_bytes == pytest.approx(exact.stored.dense_bytes, rel=0.15)

@@ -19,10 +19,12 @@ from engine.formats.ggml import GGML
 from engine.runtime.load.tensor_reader import TensorReader
 from tests.combinations import some
 from tests.engine.gguf_mixes import MIXES, blocks_of, checked_sum, named
-from tests.engine.test_family_parity import PROMPT, greedy, loaded, logits
+from tests.engine.loaded_tiny import opened_model, spread
+from tests.engine.test_family_parity import PROMPT, greedy, logits
 from tests.engine.test_gguf_architectures import rewritten, unpacked
 from tests.engine.tiny_families import model_class, tiny_checkpoint, tiny_config
 from tests.peers import python_of
+from tests.refusals import refused
 from tests.tiny_gguf import dequantised, write_model
 
 PEER = python_of(LLAMA_CPP)
@@ -53,7 +55,7 @@ def test_logits_and_greedy_tokens_equal_the_librarys(family: str, tied: bool, tm
     architecture, options = MODELS[family]
     folder = tiny_checkpoint(family, tmp_path / "checkpoint", tie_word_embeddings=tied, **options)
     file = write_model(folder, tmp_path / "model.gguf", architecture)
-    with loaded(file, "fp32") as ours, torch.no_grad():
+    with opened_model(file, "fp32") as ours, torch.no_grad():
         reference = model_class(tiny_config(family)).from_pretrained(folder, dtype=torch.float32).eval()
         torch.testing.assert_close(logits(ours.model), logits(reference), rtol=0, atol=1e-5)
         assert greedy(ours.model, 8).tolist() == greedy(reference, 8).tolist()
@@ -76,7 +78,7 @@ def test_joined_attention_and_experts_one_by_one_are_the_same(family: str, kind:
     assert {name: entry.shape for name, entry in found.items()} == {name: entry.shape for name, entry in wanted.items()}
     with TensorReader(lambda _done, _total: None, lambda: False, 0) as reader:
         assert all(torch.equal(reader.read(found[name]), reader.read(wanted[name])) for name in wanted)
-    with loaded(other, "auto") as ours:
+    with opened_model(other, "auto") as ours:
         assert logits(ours.model).isfinite().all()
 
 
@@ -93,9 +95,8 @@ def _joined_and_one_by_one(tensors: dict[str, Any]) -> dict[str, Any]:
 def test_joined_attention_that_does_not_fit_its_heads(tmp_path: Path) -> None:
     folder = tiny_checkpoint("llama", tmp_path / "checkpoint")
     file = write_model(folder, tmp_path / "model.gguf", "llama")
-    with pytest.raises(EngineError) as caught:
+    with refused(ErrorCode.CHECKPOINT_DAMAGED):
         read_tensors(rewritten(file, tensors=_joined_and_one_by_one, attention__head_count_kv=3))
-    assert caught.value.code is ErrorCode.CHECKPOINT_DAMAGED
 
 
 @pytest.mark.parametrize("expert", ["0", "3"])
@@ -107,7 +108,7 @@ def test_an_expert_that_is_not_there_is_noticed(expert: str, tmp_path: Path) -> 
         changed = _joined_and_one_by_one(tensors)
         return {name: values for name, values in changed.items() if name != f"blk.1.ffn_down.{expert}.weight"}
 
-    with pytest.raises(EngineError) as caught, loaded(rewritten(file, tensors=without), "fp32"):
+    with pytest.raises(EngineError) as caught, opened_model(rewritten(file, tensors=without), "fp32"):
         pass
     assert caught.value.code in (ErrorCode.CHECKPOINT_DAMAGED, ErrorCode.MODEL_UNSUPPORTED)
 
@@ -120,7 +121,7 @@ def test_quantised_matrices_are_what_the_gguf_package_says(family: str, kind: st
     file = write_model(folder, tmp_path / "model.gguf", architecture, quantised=kind)
     stored = read_gguf(file).tensors
     assert {entry.dtype for entry in stored.values()} == {kind, "F32"}
-    with loaded(file, "fp32") as ours, torch.no_grad():
+    with opened_model(file, "fp32") as ours, torch.no_grad():
         embeddings = torch.from_numpy(dequantised(stored["token_embd.weight"]))
         assert torch.equal(ours.model.get_input_embeddings().weight, embeddings)
         keys = torch.from_numpy(dequantised(stored["blk.1.attn_k.weight"])).reshape(2, -1, 2, sizes["hidden_size"])
@@ -153,7 +154,7 @@ def test_scaled_rotary_embeddings(scaling: dict[str, Any], metadata: dict[str, A
     keys = {f"rope.scaling.{key}": value for key, value in metadata.items()}
     factors = {} if metadata else {"rope_freqs.weight": _llama3_factors(scaling, 64)}
     file = write_model(folder, tmp_path / "model.gguf", "llama", tensors=factors, **keys)
-    with loaded(file, "fp32") as ours, torch.no_grad():
+    with opened_model(file, "fp32") as ours, torch.no_grad():
         reference = model_class(tiny_config("llama")).from_pretrained(folder, dtype=torch.float32).eval()
         torch.testing.assert_close(
             ours.model.model.rotary_emb.inv_freq, reference.model.rotary_emb.inv_freq, rtol=1e-4, atol=0
@@ -180,23 +181,17 @@ def _llama3_factors(scaling: dict[str, Any], head_dim: int) -> NDArray[np.float3
 def test_llama_cpp_says_the_same_of_the_same_file(family: str, kind: str, tmp_path: Path) -> None:
     architecture, options = MODELS[family]
     sizes = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16} if kind else {}
-    folder = tiny_checkpoint(family, tmp_path / "checkpoint", prepare=_spread, **options, **sizes)
+    folder = tiny_checkpoint(family, tmp_path / "checkpoint", prepare=spread, **options, **sizes)
     file = write_model(folder, tmp_path / "model.gguf", architecture, quantised=kind)
     with GgufPeer("llama.cpp", file, 1, 64, python=PEER) as peer:
         theirs = torch.from_numpy(peer.logits(PROMPT[0].tolist()))
-    with loaded(file, "fp32") as ours, torch.no_grad():
+    with opened_model(file, "fp32") as ours, torch.no_grad():
         mine = logits(ours.model)[0]
     # llama.cpp rounds activations to 8 bits before it multiplies them by codes.
     error = ((mine - theirs).norm() / mine.norm()).item()
     assert error < (0.05 if kind else 1e-3)
     if not kind:
         assert torch.equal(mine.argmax(-1), theirs.argmax(-1))
-
-
-def _spread(model: Any) -> None:
-    """Logits apart from one another, so that rounding does not decide which token is the likeliest."""
-    with torch.no_grad():
-        model.get_output_embeddings().weight.mul_(40)
 
 
 BY_BLOCKS_OF_256 = (
@@ -236,7 +231,7 @@ def test_every_tensor_is_what_ggml_makes_of_it(mix: str, tmp_path: Path) -> None
 def test_logits_and_tokens_are_llama_cpps(mix: str, precision: str, tmp_path: Path) -> None:
     file, wanted = unpacked(named(mix), tmp_path)
     prompt, answer = wanted["prompt"], wanted["tokens"]
-    with loaded(file, precision) as ours, torch.no_grad():
+    with opened_model(file, precision) as ours, torch.no_grad():
         assert ours.info.precision == (STORED if precision == "auto" else precision)
         found = ours.model(input_ids=torch.tensor([prompt + answer]), use_cache=False).logits[0].float()
     for place, row in wanted["rows"].items():

@@ -90,7 +90,6 @@ def test_pages_that_a_window_has_passed_are_given_up(checkpoints: Path) -> None:
         assert pages == 7
         assert max(count for _pages, count in held) <= windows + 1 < pages
         room = session.batch.pool.room
-        assert room is not None
         assert 0 < room.windows < room.pages
         again = answer(session, [*prompt, *wanted, 5], 3)
         assert again.reused_tokens > 0
@@ -107,7 +106,6 @@ def test_a_long_piece_of_a_prompt_has_room_for_its_windows(checkpoints: Path, mo
             room = session.batch.pool
             assert len(answer(session, prompt, 3).token_ids) == 3
             assert room.windows > 0
-            assert session.batch.exact is not None
             assert session.batch.exact.at_once(len(prompt)) == 240
 
 
@@ -118,7 +116,6 @@ def test_what_was_guessed_is_computed_though_steps_have_a_single_token_now(
     with opened(folder, graphs="on", cache_slots=4) as model, chatting(model) as session:
         alone = [answer(session, prompt, 6).token_ids for prompt in prompts]
         exact, made = session.batch.exact, list[int]()
-        assert exact is not None
         write = exact.write
 
         def refused(ids: Sequence[int], *rest: Any) -> torch.Tensor:

@@ -75,7 +75,6 @@ def test_each_card_has_a_graph_of_its_own_layers(devices: int, checkpoints: Path
 
 def test_what_a_card_holds_for_graphs_is_counted_there_and_given_back(checkpoints: Path) -> None:
     with opened(reference("qwen3_moe", checkpoints).folder, 2, graphs="on", cache_slots=4) as model:
-        assert model.devices is not None
         cards = model.devices.devices
         with chatting(model) as session:
             answer(session, PROMPT)
@@ -88,7 +87,6 @@ def test_what_a_card_holds_for_graphs_is_counted_there_and_given_back(checkpoint
 def test_a_second_card_without_room_for_graphs_does_without(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = reference("qwen3_moe", checkpoints)
     with opened(expected.folder, 2, graphs="on", cache_slots=3) as model, chatting(model) as session:
-        assert model.devices is not None
         second = model.devices.devices[1]
         answer(session, PROMPT, 1)
         graphs = graphs_of(session)
@@ -163,7 +161,6 @@ def test_no_operator_is_given_tensors_of_two_cards(family: str, cards: int, monk
         like = library_cache(model)
         step(torch.tensor([[3]]).to(places[0]), like, 0)
         caches = PagedCaches.like(like, KvType.FP32, 4, 4)
-        assert caches is not None
         for paged, index in zip(caches.layers, of_layer, strict=True):
             if isinstance(paged, StatePages):  # what is empty is on no card here
                 there = (
@@ -196,7 +193,6 @@ def test_no_operator_is_given_tensors_of_two_cards(family: str, cards: int, monk
                 logits = one_by_one([token] * 2, pieces, [at] * 2)
             else:
                 assert graphs.refused is None, graphs.refused
-            assert logits is not None
             assert logits.device == places[0]
             for row in logits:
                 torch.testing.assert_close(row, expected, check_device=False)

@@ -2,7 +2,7 @@
 nothing converted, copied or written."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from engine.checkpoint.gguf.file import read_gguf
 from engine.checkpoint.headers import read_header
 from engine.common.config import EngineConfig
-from engine.common.errors import EngineError, ErrorCode
+from engine.common.errors import ErrorCode
 from engine.experts.file_image import EARLY_READS, FileImage
 from engine.formats.ggml import BLOCK_TYPES, GGML, BlockType
 from engine.kernels.native import library
@@ -34,12 +34,14 @@ from engine.runtime.load import weights
 from engine.runtime.load.model import load_model
 from engine.runtime.telemetry.model_telemetry import memory_parts
 from tests.engine.ggml_blocks import made_up_blocks
+from tests.engine.loaded_tiny import opened_model
 from tests.engine.native_isas import isas, kernels_of
 from tests.engine.single_streams import PagedSequence
 from tests.engine.test_disk_backed import on_disk
-from tests.engine.test_family_parity import PROMPT, decoded_logits, greedy, loaded, logits
+from tests.engine.test_family_parity import PROMPT, decoded_logits, greedy, logits
 from tests.engine.test_gguf_architectures import PROMPT_IDS, rewritten, unpacked
 from tests.engine.tiny_families import tiny_checkpoint
+from tests.refusals import refused
 from tests.tiny_gguf import write_model
 
 _ISAS = isas()
@@ -194,7 +196,7 @@ def test_a_file_gives_the_numbers_of_its_weights(
     sizes = _K_SIZES if callable(types) else _SIZES
     folder = tiny_checkpoint(family, tmp_path / "checkpoint", **options, **sizes)
     file = write_model(folder, tmp_path / "model.gguf", architecture, quantised=types)
-    with loaded(file, "auto") as ours, torch.no_grad():
+    with opened_model(file, "auto") as ours, torch.no_grad():
         assert isinstance(ours.model.get_input_embeddings().forward, BlockEmbedding)
         assert isinstance(ours.model.get_output_embeddings().__dict__["forward"], QuantisedLinear)
         if ours.bank is not None:
@@ -208,7 +210,6 @@ def test_a_file_gives_the_numbers_of_its_weights(
         assert "kept as" not in ours.info.device_note
         assert ours.model(input_ids=PROMPT).logits.dtype == torch.float32
         step = StepModel(ours.model, 64)
-        assert step._single is not None
         assert step._single._whole is not None  # whatever types are beside one another
         with routes_of(ours.model) as routes:
             found = logits(ours.model)[0].float()
@@ -224,14 +225,14 @@ def test_a_file_gives_the_numbers_of_its_weights(
 def test_a_file_without_the_kernels_that_read_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "library_path", lambda: tmp_path / "not-built.so")
     folder = tiny_checkpoint("llama", tmp_path / "checkpoint", tie_word_embeddings=True, **_SIZES)
-    with loaded(write_model(folder, tmp_path / "model.gguf", "llama", quantised="Q8_0"), "auto") as ours:
+    with opened_model(write_model(folder, tmp_path / "model.gguf", "llama", quantised="Q8_0"), "auto") as ours:
         assert "several times slower" in ours.info.device_note
 
 
 def _reference(file: Path, ids: torch.Tensor, routes: "Routes") -> torch.Tensor:
     """Logits [T, V] of a file's weights in fp32.  Where a router wavers, rounding may choose another expert for a
     token, and so change those that attend to it: there, and only if it was near, it chooses as in `routes`."""
-    with loaded(file, "fp32") as reference, torch.no_grad(), choosing(reference.model, routes) as ties:
+    with opened_model(file, "fp32") as reference, torch.no_grad(), choosing(reference.model, routes) as ties:
         wanted: torch.Tensor = reference.model(input_ids=ids).logits[0]
     assert max(ties, default=0.0) < _NEAR
     return wanted
@@ -243,7 +244,7 @@ def test_files_of_the_smallest_types(types: str, tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("SWITCHYARD_HOME", str(tmp_path / "home"))
     folder = tiny_checkpoint("qwen3_moe", tmp_path / "checkpoint", **CASES[1][3], **_K_SIZES)
     file = write_model(folder, tmp_path / "model.gguf", "qwen3moe", quantised=types)
-    with loaded(file, "auto") as ours, torch.no_grad():
+    with opened_model(file, "auto") as ours, torch.no_grad():
         assert ours.bank is not None
         assert all(layer.is_in_place for layer in ours.bank.layers.values())
         assert isinstance(ours.model.get_input_embeddings().forward, BlockEmbedding)
@@ -276,12 +277,11 @@ def test_keys_and_values_of_latents_are_made_by_what_the_file_has(
     monkeypatch.setenv("SWITCHYARD_ISA", isa)
     plain, _ = unpacked("deepseek3", tmp_path)
     file = rewritten(plain, kind="Q8_0", tensors=_wider_keys, attention__key_length_mla=48)
-    with loaded(file, "auto") as ours, torch.no_grad():
+    with opened_model(file, "auto") as ours, torch.no_grad():
         made = [layer.self_attn.kv_b_proj for layer in ours.model.model.layers]
         assert all(isinstance(module.__dict__["forward"], LatentHeads) for module in made)
         assert all(module.weight.numel() == 0 for module in made)
         step = StepModel(ours.model, 64)
-        assert step._single is not None
         assert step._single._whole is not None  # latent attention and a dense first layer are in the call
         with routes_of(ours.model) as routes:
             found = ours.model(input_ids=PROMPT_IDS).logits[0].float()
@@ -298,7 +298,7 @@ def test_rows_and_columns_lie_in_the_files_order(name: str, tmp_path: Path) -> N
     """llama.cpp has the value heads of a delta net in another order than the library: its output's columns, too; and
     Qwen3-Next's inputs in two matrices, perhaps of two types."""
     file = rewritten(unpacked(name, tmp_path)[0], kind="Q8_0")
-    with loaded(file, "auto") as ours, torch.no_grad():
+    with opened_model(file, "auto") as ours, torch.no_grad():
         nets = [layer.linear_attn for layer in ours.model.model.layers if hasattr(layer, "linear_attn")]
         assert nets
         if name == "qwen3next":
@@ -307,7 +307,6 @@ def test_rows_and_columns_lie_in_the_files_order(name: str, tmp_path: Path) -> N
             assert all(isinstance(net.out_proj.__dict__["forward"], TurnedLinear) for net in nets)
         assert nets[0].num_v_heads > nets[0].num_k_heads > 1 or name == "qwen35"
         step = StepModel(ours.model, 64)
-        assert step._single is not None
         assert step._single._whole is not None
         ids = PROMPT_IDS
         with routes_of(ours.model) as routes:
@@ -324,11 +323,10 @@ def test_rows_and_columns_lie_in_the_files_order(name: str, tmp_path: Path) -> N
 
 def test_rows_below_one_another_stay_in_blocks(tmp_path: Path) -> None:
     file = rewritten(unpacked("granitehybrid", tmp_path)[0], kind="Q8_0")
-    with loaded(file, "auto") as ours, torch.no_grad():
+    with opened_model(file, "auto") as ours, torch.no_grad():
         shared = [layer.shared_mlp.input_linear for layer in ours.model.model.layers]
         assert all(isinstance(linear.__dict__["forward"], QuantisedLinear) for linear in shared)
         step = StepModel(ours.model, 64)
-        assert step._single is not None
         assert step._single._whole is not None
         each = PagedSequence(ours.model)
         rows = [step(PROMPT_IDS[:, at : at + 1], each.next(1), at)[0][0].float() for at in range(PROMPT_IDS.shape[1])]
@@ -343,7 +341,7 @@ def test_biases_and_alternating_rows(tmp_path: Path) -> None:
     """gpt-oss has biases, and gate and up rows in turn, which its files have apart."""
     plain, _ = unpacked("gpt-oss", tmp_path)
     file = rewritten(plain, kind="MXFP4")
-    with loaded(file, "auto") as ours, torch.no_grad():
+    with opened_model(file, "auto") as ours, torch.no_grad():
         assert ours.bank is not None
         assert all(layer.is_in_place for layer in ours.bank.layers.values())
         with routes_of(ours.model) as routes:
@@ -364,7 +362,7 @@ def test_experts_on_disk_are_read_from_the_file_itself(
     else:
         folder = tiny_checkpoint("qwen3_moe", tmp_path / "checkpoint", **CASES[1][3], **_K_SIZES)
         file, ids = write_model(folder, tmp_path / "model.gguf", "qwen3moe", quantised=_mixed), PROMPT
-    with loaded(file, "auto") as ours, torch.no_grad():
+    with opened_model(file, "auto") as ours, torch.no_grad():
         wanted = ours.model(input_ids=ids).logits[0].float()
         alone = ours.model(input_ids=ids[:, :1]).logits[0].float()
     with on_disk(monkeypatch, file, "auto") as ours, torch.no_grad():
@@ -451,18 +449,19 @@ def _hooked(model: Any, hook: Any) -> Iterator[None]:
 def _load(folder: Path, precision: str) -> tuple[torch.Tensor, list[int], tuple[Path, ...], int]:
     """Logits, tokens, the files that were held as a whole, and the number of places from which parameters lie as in the
     file."""
-    loaded = load_model(
-        EngineConfig(str(folder), device="cpu", precision=precision),
-        on_progress=lambda done, total: _told.append((done, total)),
-        cancelled=lambda: False,
-    )
-    try:
-        with torch.no_grad():
-            own, entries = dict(loaded.model.named_parameters()), read_header(folder / "model.safetensors")
-            places = {own[name].data_ptr() - entry.offset for name, entry in entries.items() if name in own}
-            return logits(loaded.model), greedy(loaded.model, 8)[0].tolist(), loaded.prepared, len(places)
-    finally:
-        loaded.close()
+    with (
+        closing(
+            load_model(
+                EngineConfig(str(folder), device="cpu", precision=precision),
+                on_progress=lambda done, total: _told.append((done, total)),
+                cancelled=lambda: False,
+            )
+        ) as loaded,
+        torch.no_grad(),
+    ):
+        own, entries = dict(loaded.model.named_parameters()), read_header(folder / "model.safetensors")
+        places = {own[name].data_ptr() - entry.offset for name, entry in entries.items() if name in own}
+        return logits(loaded.model), greedy(loaded.model, 8)[0].tolist(), loaded.prepared, len(places)
 
 
 _told: list[tuple[int, int]] = []
@@ -498,9 +497,8 @@ def test_a_file_that_is_cut_short_is_named(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(weights, "_MOSTLY", 0.0)
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
-    with pytest.raises(EngineError, match=r"model\.safetensors") as caught:
+    with refused(ErrorCode.CHECKPOINT_DAMAGED, match=r"model\.safetensors"):
         _load(folder, "bf16")
-    assert caught.value.code is ErrorCode.CHECKPOINT_DAMAGED
 
 
 @pytest.mark.takes_turns(3)
@@ -525,7 +523,7 @@ def test_numbers_in_16_bits(
     images: list[FileImage] = []
     take = EARLY_READS.take
     monkeypatch.setattr(EARLY_READS, "take", lambda path: images.append(take(path)) or images[-1])
-    with loaded(folder, "bf16") as ours, torch.no_grad():
+    with opened_model(folder, "bf16") as ours, torch.no_grad():
         assert sorted(ours.prepared) == files
         starts = [(np.frombuffer(image.bytes, np.uint8).ctypes.data, len(image.bytes)) for image in images]
         own = [each for each in (*ours.model.parameters(), *ours.model.buffers()) if each.numel() >= 1024]
@@ -543,7 +541,7 @@ def test_numbers_in_16_bits(
         )
         with routes_of(ours.model) as routes:
             found = logits(ours.model)[0].float()
-    with loaded(folder, "fp32") as reference, torch.no_grad(), choosing(reference.model, routes) as ties:
+    with opened_model(folder, "fp32") as reference, torch.no_grad(), choosing(reference.model, routes) as ties:
         wanted = logits(reference.model)[0]
     assert max(ties, default=0.0) < 0.03
     assert ((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max() < 0.02

@@ -1,25 +1,25 @@
 """A second program takes a card's memory while a job's rows are answered: they are computed in less, and come out."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from time import monotonic
 
 import pytest
 
-from engine.common.config import EngineConfig, SamplingParams
-from engine.common.errors import EngineError, ErrorCode
+from engine.common.config import SamplingParams
+from engine.common.errors import ErrorCode
 from engine.devices import emulated, memory_budget
 from engine.devices.memory_budget import MemoryCategory
 from engine.kernels.native.paged_attention import PAGE_TOKENS
 from engine.planner.schedules import HYBRID, KLOTSKI, Schedule
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.generation import GenerationResult
-from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.executor import BatchExecutor, ContinuousBatch
 from engine.runtime.schedule.request import BatchRequest
-from tests.engine.loaded_tiny import NO_END
+from tests.engine.loaded_tiny import NO_END, opened_model
 from tests.engine.on_devices import MIB, NEW_TOKENS, PROMPT, Reference, reference
+from tests.refusals import refused
 
 ROWS, AT_ONCE, SLOTS = 6, 512, 16
 
@@ -35,31 +35,22 @@ def opened(expected: Reference, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loa
     """A model on a card whose memory is looked at before each sweep."""
     monkeypatch.setattr(memory_budget, "LOOK_EVERY_S", 0.0)
     monkeypatch.setattr(emulated, "OTHERS", {})
-    config = EngineConfig(
-        str(expected.folder), device="emulated:slow-link", precision="fp32", threads=1, vram_bytes=8 * MIB,
-        cache_slots=SLOTS,
-    )  # fmt: skip
-    loaded = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
-    try:
+    with opened_model(
+        expected.folder, "fp32", device="emulated:slow-link", vram_bytes=8 * MIB, cache_slots=SLOTS
+    ) as loaded:
         yield loaded
-    finally:
-        loaded.close()
 
 
 @contextmanager
 def answering(loaded: LoadedModel, schedule: Schedule | None) -> Iterator[tuple[BatchExecutor, ContinuousBatch]]:
     policy = BatchPolicy(rows=ROWS, kv_bytes=16 * MIB, sweep_tokens=1024, micro_batch_tokens=AT_ONCE, schedule=schedule)
-    executor = BatchExecutor(loaded, policy)
-    try:
+    with closing(BatchExecutor(loaded, policy)) as executor:
         assert isinstance(executor._batch, ContinuousBatch)
         yield executor, executor._batch
-    finally:
-        executor.close()
 
 
 def take_all_but(loaded: LoadedModel, nbytes: int) -> None:
     """Leaves the model its weights that are no experts', and so many bytes besides."""
-    assert loaded.devices is not None
     (device,) = loaded.devices.devices
     assert device.watch is not None
     use = device.memory.use()
@@ -98,7 +89,6 @@ def test_rows_are_answered_in_what_is_left(
             take_all_but(loaded, 2**18)
         executor.run(rows(wrote), answers.append)
         assert_right(answers, expected)
-        assert loaded.devices is not None
         assert loaded.devices.experts.slots < SLOTS
         assert loaded.devices.devices[0].memory.excess == 0
         if schedule is KLOTSKI:
@@ -117,9 +107,8 @@ def test_where_one_row_alone_has_no_room_the_rows_wait_for_the_others_to_leave(
     with opened(expected, monkeypatch) as loaded, answering(loaded, None) as (executor, _batch):
         answers, source = list[GenerationResult](), rows()
         take_all_but(loaded, 0)
-        with pytest.raises(EngineError, match="not even one row has room") as raised:
+        with refused(ErrorCode.NOT_ENOUGH_MEMORY, match="not even one row has room"):
             executor.run(source, answers.append)
-        assert raised.value.code is ErrorCode.NOT_ENOUGH_MEMORY
         assert answers == []
         emulated.OTHERS.clear()
         assert loaded.devices is not None

@@ -13,21 +13,20 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine.common.config import EngineConfig, SamplingParams
+from engine.common.config import SamplingParams
 from engine.common.kept_context import folder_of, keep_chat, kept_context_dir, kept_files
 from engine.jobs.rows import never
 from engine.kernels.native.build import library_path
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.load.kept_context import kept_note, open_kept
-from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.prefix_cache.blocks import BLOCK_TOKENS, BlockLayout, Part
 from engine.runtime.prefix_cache.files import SpillFiles
 from engine.runtime.prefix_cache.store import PrefixCache
 from engine.runtime.schedule.request import BatchRequest, Outcome, Preparation
 from engine.runtime.schedule.scheduler import Scheduler
-from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_loaded
+from tests.engine.loaded_tiny import NO_END, open_model, opened_model, random_prompt, spread, tiny_loaded
 from tests.engine.on_devices import chatting, opened
 from tests.engine.single_streams import Alone
 from tests.engine.tiny_families import tiny_checkpoint
@@ -157,15 +156,9 @@ def test_a_prompt_that_begins_as_the_present_one_brings_what_is_behind(qwen: Loa
 def quick(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[LoadedModel]:
     """A model whose steps and sweeps the native kernels compute."""
 
-    def spread(model: torch.nn.Module) -> None:
-        with torch.no_grad():
-            model.get_output_embeddings().weight.mul_(40)  # type: ignore[operator,union-attr]
-
     path: Path = tiny_checkpoint("qwen3_moe", tmp_path_factory.mktemp("kept") / "model", prepare=spread)
-    config = EngineConfig(str(path), device="cpu", precision="bf16", threads=1, kv_precision=request.param)
-    model = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
-    yield model
-    model.close()
+    with opened_model(path, kv_precision=request.param) as model:
+        yield model
 
 
 @native
@@ -174,7 +167,6 @@ def test_rows_that_shared_sweeps_are_kept_and_find_what_is_kept(quick: LoadedMod
     scheduler, prompts = Scheduler(quick), [A[:140], B[:150], random_prompt(140, seed=3)]
     first = ask(scheduler, *prompts, tokens=20)
     together = scheduler._batch
-    assert together is not None
     exact = quick.kv_type is None  # else sweeps and steps round to int8 from slightly different numbers
     for prompt, result in zip(prompts, first, strict=True):
         (second,) = ask(scheduler, further(prompt, result))
@@ -383,11 +375,9 @@ def test_swapped_weights_of_the_same_size_and_time_find_nothing(tmp_path: Path) 
                 content[at + 3] ^= 0x80
             weights.write_bytes(content)
             os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
-        config = EngineConfig(str(folder), device="cpu", precision="bf16", threads=1)
-        loaded = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
+        loaded = open_model(folder)
         keep_chat(CHAT)
         loaded.kept = kept = open_kept(loaded)
-        assert kept is not None
         scheduler = Scheduler(loaded)
         (result,) = ask(scheduler, A, tokens=16)
         assert result.reused_tokens == 0
@@ -534,12 +524,10 @@ def test_the_end_of_a_text_that_is_too_long_for_the_disk_does_not_replace_its_be
     kept.withdraw("one")
     assert kept.settle(30)
     found = kept.find([*ids, 7], 0, CHAT)
-    assert found is not None
     assert found.tokens == len(ids)  # the rest is in RAM
     kept.close()
     kept = PrefixCache(ROOT, 0, SpillFiles(tmp_path, lambda _folder, _held: room))
     found = kept.find([*ids, 7], 0, CHAT)
-    assert found is not None
     assert found.tokens == 3 * BLOCK_TOKENS
     kept.close()
 
@@ -574,6 +562,5 @@ def test_models_say_what_is_not_kept() -> None:
     loaded = tiny_loaded("olmoe")
     assert kept_note(loaded.model) == ""
     kept = open_kept(loaded)
-    assert kept is not None
     kept.close()
     assert "not kept" in kept_note(tiny_loaded("zaya").model)

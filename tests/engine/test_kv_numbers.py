@@ -19,9 +19,8 @@ from engine.runtime.kv.memory import cache_bytes, measure_kv
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.continuous_batch import ContinuousBatch
 from tests.combinations import some
-from tests.engine.loaded_tiny import NO_END, as_loaded, random_prompt
+from tests.engine.loaded_tiny import NO_END, as_loaded, opened_model, random_prompt
 from tests.engine.single_streams import Alone
-from tests.engine.test_family_parity import loaded
 from tests.engine.tiny_configs import ADAPTED, FAMILIES
 from tests.engine.tiny_families import tiny_checkpoint, tiny_model
 
@@ -74,7 +73,7 @@ def test_a_card_that_cannot_hold_the_caches_state_is_not_used(tmp_path: Path) ->
     shape |= {"o_groups": 8, "mlp_layer_types": ["hash_moe"] * 2, "compress_rates": None, "partial_rotary_factor": None}
     tiny_checkpoint("deepseek_v4", tmp_path, **shape)
     for budget in (4_089_000, 4_092_000):  # once it was loaded with less, and long prompts were refused
-        with loaded(tmp_path, "bf16", device="emulated:laptop-4gb", vram_bytes=budget) as model:
+        with opened_model(tmp_path, "bf16", device="emulated:laptop-4gb", vram_bytes=budget) as model:
             assert (model.devices is None) == (budget == 4_089_000)
             session = Alone(model)
             prompt = random_prompt(model.context_tokens - 20)

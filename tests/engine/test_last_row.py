@@ -6,10 +6,9 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from engine.common.config import EngineConfig
 from engine.kernels.native.build import library_path
 from engine.runtime.decode.step_model import StepModel
-from engine.runtime.load.model import load_model
+from tests.engine.loaded_tiny import open_model
 from tests.engine.single_streams import PagedSequence
 from tests.engine.tiny_families import tiny_checkpoint
 
@@ -25,8 +24,7 @@ def test_a_prompt_is_read_as_by_a_whole_last_layer(
     family: str, precision: Literal["bf16", "int4"], tmp_path: Path
 ) -> None:
     options = {**_LARGER, **(_LARGER_LATENT if family == "deepseek_v3" else {})}
-    config = EngineConfig(str(tiny_checkpoint(family, tmp_path, **options)), precision=precision, threads=2)
-    loaded = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
+    loaded = open_model(tiny_checkpoint(family, tmp_path, **options), precision, threads=2)
     rows: list[int] = []
     try:
         model = loaded.model
@@ -48,8 +46,7 @@ def test_a_prompt_is_read_as_by_a_whole_last_layer(
 
 
 def test_who_listens_to_hidden_states_hears_all_of_them(tmp_path: Path) -> None:
-    config = EngineConfig(str(tiny_checkpoint("qwen3_moe", tmp_path)), precision="bf16", threads=2)
-    loaded = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
+    loaded = open_model(tiny_checkpoint("qwen3_moe", tmp_path), threads=2)
     heard: list[int] = []
     try:
         handle = loaded.model.model.norm.register_forward_hook(lambda _m, _a, out: heard.append(out.shape[1]))

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 
 from engine.checkpoint.headers import TensorEntry
 from engine.common import footprint
-from engine.common.config import EngineConfig, SamplingParams
+from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.experts.file_image import HUGE
 from engine.experts.whole_layer import LayerStream
@@ -30,17 +31,14 @@ from engine.kernels.native.library import usable_isas
 from engine.planner.placement import NotEnoughRamError
 from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.policy import BatchPolicy
-from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.step_model import StepModel
 from engine.runtime.decoder_layers import decoder_layers
-from engine.runtime.load import model as loading
 from engine.runtime.load.plan import Plan
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.schedule.executor import BatchExecutor
 from engine.runtime.schedule.request import BatchRequest
 from tests.combinations import some
-from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt
-from tests.engine.single_streams import Alone
+from tests.engine.loaded_tiny import NO_END, library_tokens, open_model, random_prompt
+from tests.engine.single_streams import Alone, answers_of, rows_of
 from tests.engine.test_planned_memory import stored_model
 from tests.engine.tiny_families import tiny_checkpoint
 
@@ -113,7 +111,6 @@ def test_each_layer_is_what_the_file_has(stream: LayerStream, file: Path) -> Non
         stream.enter(layer)
         for entry in entries:
             found = stream.view(entry)
-            assert found is not None
             assert bytes(found.numpy()) == content[entry.offset : entry.offset + entry.nbytes]
     assert stream.view(TensorEntry(file, "other", "U8", (5,), 3, 5)) is None
 
@@ -129,7 +126,6 @@ def test_whatever_the_order_no_more_is_there_than_two_layers(file: Path, order: 
             assert len(stream._coming) <= 2
             for entry in layers_of(file).get(layer, ()):
                 found = stream.view(entry)
-                assert found is not None
                 assert bytes(found[:9].numpy()) == content[entry.offset : entry.offset + 9]
     finally:
         stream.close()
@@ -153,7 +149,6 @@ def test_a_file_that_becomes_shorter_ends_the_request_and_not_the_process(stream
     file.write_bytes(content)  # which keeps the file that is mapped
     stream.enter(5)
     found = stream.view(layers_of(file)[5][0])
-    assert found is not None
     assert bytes(found[:9].numpy()) == content[1_500_007:1_500_016]
 
 
@@ -196,21 +191,8 @@ def small_layers_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(footprint, "LARGE_LAYER_BYTES", 4 * KIB)
 
 
-@pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
-    found, build = list[Plan](), loading.build
-
-    def told(plan: Plan, *arguments: Any, **options: Any) -> LoadedModel:
-        found.append(plan)
-        return build(plan, *arguments, **options)
-
-    monkeypatch.setattr(loading, "build", told)
-    return found
-
-
 def load(path: Path, ram: int | None = None, **more: Any) -> LoadedModel:
-    config = EngineConfig(str(path), device="cpu", ram_bytes=ram, threads=1, context_tokens=256, **more)
-    return loading.load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
+    return open_model(path, ram_bytes=ram, context_tokens=256, **{"precision": "auto", **more})
 
 
 def least(path: Path, **more: Any) -> int:
@@ -223,17 +205,8 @@ def answers(loaded: LoadedModel) -> tuple[torch.Tensor, list[int], list[list[int
     """Logits, greedy tokens, and those of rows of a file."""
     with torch.inference_mode():
         logits = loaded.model(input_ids=torch.tensor([PROMPT, PROMPT[::-1]])).logits
-    rows: dict[int, GenerationResult] = {}
-    asked = [
-        BatchRequest(row, ids=tuple(random_prompt(n, seed=row)), sampling=SamplingParams(max_tokens=4), end_ids=NO_END)
-        for row, n in enumerate((1, 40, 33, 70, 12))
-    ]
-    executor = BatchExecutor(loaded, POLICY)
-    try:
-        executor.run(iter(asked), lambda answer: rows.__setitem__(answer.row, answer))
-    finally:
-        executor.close()
-    return logits, library_tokens(loaded.model, PROMPT, 16), [list(rows[row].token_ids) for row in range(len(asked))]
+    rows = answers_of(loaded, rows_of((1, 40, 33, 70, 12), 4), POLICY)
+    return logits, library_tokens(loaded.model, PROMPT, 16), [list(rows[row]) for row in range(len(rows))]
 
 
 def listened(loaded: LoadedModel) -> LoadedModel:
@@ -271,8 +244,7 @@ def test_answers_are_those_of_layers_in_memory(
         held.close()
     fewest = least(path, precision=precision)
     for ram in (fewest, (fewest + most) // 2):
-        apart = load(path, ram, precision=precision)
-        try:
+        with closing(load(path, ram, precision=precision)) as apart:
             placed = planned[-1].placement
             if ram == fewest:
                 assert len(placed.streamed.layers) == LAYERS
@@ -284,17 +256,13 @@ def test_answers_are_those_of_layers_in_memory(
             assert apart.stream.nbytes == placed.streamed.nbytes
             assert "read from disk for each token" in apart.info.device_note
             assert apart.info.weights_bytes <= 1.1 * placed.ram.dense + 8 * KIB
-        finally:
-            apart.close()
         assert apart.stream is None
 
 
 def test_a_search_ends_while_it_waits_for_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = of_numbers("llama", tmp_path)
-    loaded = load(path, least(path, precision="bf16"), precision="bf16")
-    try:
+    with closing(load(path, least(path, precision="bf16"), precision="bf16")) as loaded:
         stream, entered, told = loaded.stream, list[int](), list[int]()
-        assert stream is not None
         enter, is_unwanted = stream.enter, lambda: len(told) > 1 and len(entered) - told[1] > 1
 
         def awaited(layer: int) -> None:
@@ -312,8 +280,6 @@ def test_a_search_ends_while_it_waits_for_a_layer(tmp_path: Path, monkeypatch: p
         assert ended.finish_reason == "cancelled"
         assert alone.generate_from_ids(PROMPT, SamplingParams(max_tokens=2), end_ids=NO_END).generated_tokens == 2
         alone.clear()
-    finally:
-        loaded.close()
 
 
 def test_what_is_held_of_a_file_is_what_was_planned(tmp_path: Path, planned: list[Plan]) -> None:
@@ -324,8 +290,7 @@ def test_what_is_held_of_a_file_is_what_was_planned(tmp_path: Path, planned: lis
     with file.open("rb") as opened:
         os.fsync(opened.fileno())
         os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    loaded = load(path, least(path, precision="bf16"), precision="bf16")
-    try:
+    with closing(load(path, least(path, precision="bf16"), precision="bf16")) as loaded:
         assert loaded.stream is not None
         streamed, most = planned[-1].placement.streamed, (0, 0)
 
@@ -341,16 +306,12 @@ def test_what_is_held_of_a_file_is_what_was_planned(tmp_path: Path, planned: lis
         # The system reads and maps in large pages, of which one may be begun at either end of a layer, and one ahead.
         assert streamed.window < most[0] <= streamed.window + 2 * 3 * HUGE
         assert streamed.window // 2 < most[1] <= streamed.window + 3 * HUGE
-    finally:
-        loaded.close()
 
 
 @pytest.mark.skipif(not usable_isas(), reason="no native kernels here")
 def test_single_tokens_go_through_the_layers_and_never_past_them(tmp_path: Path) -> None:
     path = of_blocks("llama", tmp_path)
-    loaded = load(path, least(path))
-    try:
-        assert loaded.stream is not None
+    with closing(load(path, least(path))) as loaded:
         pages = PackedModel(loaded, POLICY, opens=False)
         assert pages.sizes.nbytes > 1
         assert loaded.stream.bytes_read < 2 * loaded.stream.nbytes  # once to open it, and the first layers ahead
@@ -360,20 +321,15 @@ def test_single_tokens_go_through_the_layers_and_never_past_them(tmp_path: Path)
             assert step.rows_of(1) is None
             step(torch.tensor([[5]]), cache, len(PROMPT))
         assert loaded.stream.bytes_read >= before + loaded.stream.nbytes
-    finally:
-        loaded.close()
 
 
 @pytest.mark.skipif(not usable_isas(), reason="no native kernels here")
 def test_a_model_whose_file_is_cut_short_answers_with_a_sentence(tmp_path: Path) -> None:
     path = of_blocks("llama", tmp_path)
-    loaded = load(path, least(path))
-    try:
+    with closing(load(path, least(path))) as loaded:
         os.truncate(path, path.stat().st_size // 2)
         with torch.inference_mode(), pytest.raises(EngineError, match="cut short, or has become shorter"):
             loaded.model(input_ids=torch.tensor([PROMPT]))
-    finally:
-        loaded.close()
 
 
 def test_there_is_no_file(tmp_path: Path) -> None:
@@ -388,5 +344,4 @@ def test_older_systems_read_by_touching(stream: LayerStream, file: Path, monkeyp
     assert mmap.PAGESIZE == PAGE
     stream.enter(0)
     found = stream.view(layers_of(file)[0][1])
-    assert found is not None
     assert bytes(found.numpy()) == file.read_bytes()[170_007 : 170_007 + 90_001]

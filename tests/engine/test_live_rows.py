@@ -79,7 +79,6 @@ def test_rows_that_step_aside_are_answered_as_if_alone(
         if cancel_after and cancel_after < min(most, room + 1):
             assert answer.finish_reason == "cancelled"
         elif most > room + 1:
-            assert answer.error is not None
             assert answer.error.code is ErrorCode.NOT_ENOUGH_MEMORY
         elif count == most:
             assert answer.finish_reason == "length"

@@ -32,13 +32,13 @@ from engine.bench.report import PeerError, Report, in_turn
 from engine.checkpoint.gguf.export import Quantisation, write_gguf
 from engine.checkpoint.gguf.file import read_gguf
 from engine.checkpoint.synthetic import make_synthetic
-from engine.common.config import EngineConfig, SamplingParams
+from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode
-from engine.runtime.load.model import load_model
 from tests.engine.llama_cpp_server.plugin import FOLDER, STARTER, WORDLESS
+from tests.engine.loaded_tiny import opened_model
 from tests.engine.single_streams import Alone
-from tests.engine.test_family_parity import loaded
 from tests.peers import BUILT, built, users_peers  # noqa: F401 - the last is a fixture
+from tests.refusals import refused
 from tests.starter import starter_for_tests
 
 needs_peer = pytest.mark.skipif(not built(LLAMA_CPP), reason=f"not built: {LLAMA_CPP.how_to_build()}")
@@ -95,9 +95,7 @@ def test_the_extra_and_the_build_are_of_one_version() -> None:
 
 def our_greedy(checkpoint: Path, prompt: list[int], tokens: int) -> list[int]:
     """The ids that our engine generates on the CPU in bfloat16."""
-    config = EngineConfig(model=str(checkpoint), device="cpu", precision="bf16")
-    loaded = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
-    try:
+    with opened_model(checkpoint) as loaded:
         result = Alone(loaded).generate_from_ids(
             prompt,
             SamplingParams(max_tokens=tokens),
@@ -107,8 +105,6 @@ def our_greedy(checkpoint: Path, prompt: list[int], tokens: int) -> list[int]:
             end_ids=frozenset(),
         )
         return list(result.token_ids)
-    finally:
-        loaded.close()
 
 
 @pytest.mark.exhaustive
@@ -240,7 +236,7 @@ def test_a_synthetic_file_has_the_types_that_llama_cpp_chooses(
     prompt = list(range(3, 40))
     with GgufPeer("llama.cpp", file, 1, 64) as peer:
         theirs = peer.logits(prompt)
-    with loaded(file, "fp32") as ours, torch.no_grad():
+    with opened_model(file, "fp32") as ours, torch.no_grad():
         assert len(ours.tokenizer("two words")["input_ids"]) == 9
         mine = ours.model(torch.tensor([prompt])).logits[0].numpy()
     assert ((mine - theirs) ** 2).sum() < 0.1**2 * (mine**2).sum()  # it rounds activations to 8 bits
@@ -264,9 +260,8 @@ def test_a_synthetic_file_that_cannot_be(model: str, code: ErrorCode, switchyard
 
 def test_without_llama_cpp_there_is_no_quantised_file(switchyard_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
-    with pytest.raises(EngineError) as refused:
+    with refused(ErrorCode.DEVICE_UNAVAILABLE):
         resolve_model(f"{SMALL}Q4_K_M", lambda _text: None)
-    assert refused.value.code is ErrorCode.DEVICE_UNAVAILABLE
     assert not list(switchyard_home.rglob("*.gguf"))
 
 

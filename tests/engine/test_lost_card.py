@@ -40,7 +40,6 @@ class Card:
         )
 
     def fails_at(self, engine: Engine, call: int) -> None:
-        assert engine._loaded is not None
         attention = engine._loaded.model.model.layers[1].self_attn
         forward = attention.forward
 
@@ -65,9 +64,7 @@ def engine(expected: Reference, card: Card) -> Iterator[Engine]:
     engine = Engine()
     config = EngineConfig(str(expected.folder), device="xpu", precision="fp32", threads=1, cache_slots=5)
     engine.load_exactly(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
-    assert engine.info is not None
     assert engine.info.device != "cpu"
-    assert engine._failback is not None
     engine._failback._prove = lambda: None
     yield engine
     engine.unload()
@@ -92,7 +89,6 @@ def ask(
 
 
 def tokens(outcome: Outcome | None) -> list[int]:
-    assert outcome is not None
     if isinstance(outcome, BaseException):
         raise outcome
     return list(outcome.token_ids)
@@ -108,7 +104,6 @@ def test_answers_go_on_where_they_were(
     card.fails_at(engine, call)
     outcomes = ask(engine, [PROMPT] * count)
     assert [tokens(outcome) for outcome in outcomes] == [expected.first] * count
-    assert engine.info is not None
     assert moved == [engine.info]
     assert engine.info.device == "cpu"
     assert "stopped responding" in engine.info.device_note
@@ -132,13 +127,10 @@ def test_a_fault_that_the_card_survives_ends_the_answer(
     engine: Engine, card: Card, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     card.fails_at(engine, 3)
-    assert engine._loaded is not None
     devices = engine._loaded.devices
-    assert devices is not None
     monkeypatch.setattr(type(devices.devices[0]), "responds", lambda _device: True)
     outcome = ask(engine, [PROMPT])[0]
     assert isinstance(outcome, RuntimeError)
-    assert engine.info is not None
     assert engine.info.device != "cpu"
 
 
@@ -188,7 +180,6 @@ def test_a_card_that_only_another_process_can_use_is_offered_once(
     engine.on_moved = moved.append
     proofs = [[CardProof("Fake", "unknown error")], None, [CardProof("Fake")]]
     back = engine._failback
-    assert back is not None
     back._prove = lambda: proofs.pop(0)
     monkeypatch.setattr("engine.runtime.engine._FIRST_S", 0.0)
     monkeypatch.setattr("engine.runtime.engine._MOST_S", 0.0)
@@ -231,7 +222,6 @@ def test_where_it_cannot_be_loaded_on_the_card_again_the_cpu_goes_on(
 
 
 def test_a_card_is_asked_ever_less_often(engine: Engine, card: Card) -> None:
-    assert engine._loaded is not None
     assert engine._loaded.devices is not None
     opened: list[float] = []
 

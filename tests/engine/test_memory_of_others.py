@@ -90,7 +90,6 @@ def test_torch_may_allocate_no_more_than_is_planned_with() -> None:
         assert cards.fraction == hard_fraction(device.memory.total, cards.total)
         held = device.memory.reserve(3 * GIB, MemoryCategory.EXPERTS)
         cards.free = HEADROOM_BYTES // 8
-        assert device.watch is not None
         device.watch.look(0.0)
         assert device.memory.excess == HEADROOM_BYTES // 2 - HEADROOM_BYTES // 8
         assert cards.fraction == hard_fraction(device.memory.total, cards.total)
@@ -155,7 +154,6 @@ def test_windows_says_how_much_it_moved_or_nothing(monkeypatch: pytest.MonkeyPat
     adapter = Adapter()
     monkeypatch.setattr(cuda, "_adapter", lambda _index: adapter)
     count = cuda.counts_in_ram(0)
-    assert count is not None
     assert count() == 3 + 4
     adapter.said = None
     assert count() is None
@@ -185,15 +183,12 @@ def test_answers_stay_the_same_while_another_program_takes_the_memory_and_leaves
     )  # fmt: skip
     try:
         before = engine.load_exactly(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
-        assert engine._loaded is not None
         devices = engine._loaded.devices
-        assert devices is not None
         device = devices.devices[0]
         slots = devices.experts.slots
         assert tokens(ask(engine, [PROMPT])[0]) == expected.first
         assert said == []
         watch = device.watch
-        assert watch is not None
         total = watch._room().free + device.memory.use().used
         emulated.OTHERS[device.name] = total - device.memory.use().used + device.memory.use().by_category[
             MemoryCategory.EXPERTS
@@ -237,7 +232,6 @@ def test_programs_that_come_and_go_at_any_moment(
 
     try:
         engine.load_exactly(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
-        assert engine._loaded is not None
         assert engine._loaded.devices is not None
         devices = engine._loaded.devices
         slots = devices.experts.slots
@@ -278,11 +272,9 @@ def test_where_a_program_takes_everything_answers_go_on_on_the_cpu(
         assert len(said) <= 2  # that experts had to go, and that it did not help
         if count == 1:  # it returns once there is room for half of its experts
             monkeypatch.setattr("engine.runtime.engine._FIRST_S", 0.0)
-            assert engine._failback is not None
             engine._failback.left(0.0, is_lost=False)
             emulated.OTHERS["emulated:slow-link#0"] = 2**40
             assert tokens(ask(engine, [PROMPT])[0]) == expected.first
-            assert engine.info is not None
             assert engine.info.device == "cpu"
             emulated.OTHERS.clear()
             engine._failback.left(0.0, is_lost=False)

@@ -16,31 +16,23 @@ from engine.checkpoint.gguf.export import Quantisation
 from engine.checkpoint.gguf.file import read_gguf
 from engine.checkpoint.gguf.tokenizer import tokenizer_files
 from engine.cli import main
-from engine.common.config import EngineConfig
-from engine.common.errors import EngineError, ErrorCode
+from engine.common.errors import ErrorCode
 from engine.runtime.load.gguf_export import export_gguf
-from engine.runtime.load.model import load_model
 from tests.combinations import some
+from tests.engine.loaded_tiny import opened_model
 from tests.engine.test_family_parity import greedy, logits
 from tests.engine.tiny_families import tiny_checkpoint
 from tests.engine.tiny_tokenizer import TEXT
 from tests.peers import python_of
+from tests.refusals import refused
 
 PEER = python_of(LLAMA_CPP)
 
 
 def _answers(path: Path) -> tuple[torch.Tensor, list[int], list[int]]:
-    loaded = load_model(
-        EngineConfig(str(path), device="cpu", precision="fp32"),
-        on_progress=lambda _done, _total: None,
-        cancelled=lambda: False,
-    )
-    try:
-        with torch.no_grad():
-            ids = loaded.tokenizer.encode("Hello wörld, it's 12345!\n", add_special_tokens=False)
-            return logits(loaded.model), greedy(loaded.model, 8)[0].tolist(), list(ids)
-    finally:
-        loaded.close()
+    with opened_model(path, "fp32") as loaded, torch.no_grad():
+        ids = loaded.tokenizer.encode("Hello wörld, it's 12345!\n", add_special_tokens=False)
+        return logits(loaded.model), greedy(loaded.model, 8)[0].tolist(), list(ids)
 
 
 @pytest.mark.parametrize("family", some(["llama", "mixtral", "qwen3_moe", "olmoe", "qwen3", "qwen2_moe"], every=4))
@@ -145,16 +137,14 @@ def test_what_llama_cpp_does_not_have_is_refused_in_a_sentence(
 )
 def test_families_that_are_not_written_say_why(family: str, why: str, tmp_path: Path) -> None:
     checkpoint = tiny_checkpoint(family, tmp_path / "model")
-    with pytest.raises(EngineError, match=f"cannot be written as llama.cpp has it: .*{why}") as caught:
+    with refused(ErrorCode.MODEL_UNSUPPORTED, match=f"cannot be written as llama.cpp has it: .*{why}"):
         export_gguf(checkpoint, tmp_path, Quantisation.BF16, lambda _done, _total: None)
-    assert caught.value.code is ErrorCode.MODEL_UNSUPPORTED
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     checkpoint = tiny_checkpoint("llama", tmp_path / "model")
     (tmp_path / "a.gguf").write_text("mine")
-    with pytest.raises(EngineError, match="is there already") as caught:
+    with refused(ErrorCode.INVALID_REQUEST, match="is there already"):
         export_gguf(checkpoint, tmp_path / "a.gguf", Quantisation.BF16, lambda _done, _total: None)
-    assert caught.value.code is ErrorCode.INVALID_REQUEST
     assert (tmp_path / "a.gguf").read_text() == "mine"
     shutil.rmtree(checkpoint)

@@ -5,8 +5,8 @@ import importlib
 import inspect
 import json
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -26,7 +26,7 @@ from engine.checkpoint.gguf.file import Strings, read_gguf
 from engine.checkpoint.library import show
 from engine.checkpoint.pictures import picture_tokens
 from engine.common.chat import ChatMessage, Picture
-from engine.common.config import EngineConfig, SamplingParams
+from engine.common.config import SamplingParams
 from engine.common.costs import Cost, CostModel, Source
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.kept_context import keep_chat
@@ -36,7 +36,6 @@ from engine.jobs.rows import never
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.load.kept_context import open_kept
-from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.picture_processors import processor_of
 from engine.runtime.schedule.executor import BatchExecutor
@@ -45,7 +44,7 @@ from engine.runtime.schedule.scheduler import Scheduler
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
 from tests.combinations import some
-from tests.engine.loaded_tiny import NO_END
+from tests.engine.loaded_tiny import NO_END, opened_model
 from tests.engine.mmproj_files import CASES as MMPROJ
 from tests.engine.mmproj_files import TEXTS
 from tests.engine.on_devices import MIB, opened
@@ -60,6 +59,7 @@ from tests.engine.seeing_models import (
 from tests.engine.test_disk_backed import on_disk
 from tests.engine.test_gguf_architectures import unpacked
 from tests.engine.tiny_families import tiny_checkpoint
+from tests.refusals import refused
 
 A, B = drawn(30, 22, 1), drawn(17, 40, 2)
 MESSAGES = (turn("Look ", A, " and at ", B, " what is it?"),)
@@ -80,7 +80,6 @@ def library_answer(
     model: LoadedModel, folder: Path, ids: Sequence[int], pictures: Sequence[Picture], tokens: int = TOKENS
 ) -> tuple[list[int], list[torch.Tensor]]:
     """What the library's whole model says to the same tokens and pictures: its tokens, and the logits before each."""
-    assert model.sight is not None
     given = dict(
         processor_of(folder, model.sight.sizes)(
             images=[read_picture(each, "") for each in pictures], return_tensors="pt"
@@ -126,26 +125,13 @@ def ask(
     return results  # type: ignore[return-value]
 
 
-@contextmanager
-def loaded(folder: Path, precision: Any = "fp32", **options: Any) -> Iterator[LoadedModel]:
-    config = EngineConfig(str(folder), device="cpu", precision=precision, threads=1, **options)
-    model = load_model(config, on_progress=lambda _done, _total: None, cancelled=never)
-    try:
-        yield model
-    finally:
-        model.close()
-
-
 def in_company(model: LoadedModel, policy: BatchPolicy, *conversations: Sequence[ChatMessage]) -> list[list[int]]:
     """As rows of a file that share their sweeps."""
     sampling, answers = SamplingParams(temperature=0, max_tokens=TOKENS), dict[int, GenerationResult]()
     rows = [BatchRequest(row, tuple(each), sampling=sampling, end_ids=NO_END) for row, each in enumerate(conversations)]
-    executor = BatchExecutor(model, policy)
-    try:
+    with closing(BatchExecutor(model, policy)) as executor:
         assert "picture" not in executor.note  # some families read long prompts at once
         executor.run(iter(rows), lambda answer: answers.update({answer.row: answer}))
-    finally:
-        executor.close()
     assert not any(answer.error for answer in answers.values()), answers
     return [list(answers[row].token_ids) for row in range(len(rows))]
 
@@ -153,7 +139,7 @@ def in_company(model: LoadedModel, policy: BatchPolicy, *conversations: Sequence
 @pytest.mark.parametrize("family", some(SEEING, every=4))
 def test_logits_are_those_of_the_library(family: str, folder: Path) -> None:
     """Two pictures of odd sizes between text, in one piece and in many, then token by token, alone and in company."""
-    with loaded(checkpoint(family, folder)) as model:
+    with opened_model(checkpoint(family, folder), "fp32") as model:
         assert model.info.sees
         inside = {"internvl": "qwen3_moe", "mistral3": "mistral4"}  # by which answers are read
         assert model.info.family == inside.get(family, family)
@@ -167,7 +153,6 @@ def test_logits_are_those_of_the_library(family: str, folder: Path) -> None:
             sequence.close()
             for ours, theirs in zip(found, expected, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
-        assert model.sight is not None
         assert model.sight.read_pictures == 2
         for again in range(2):  # what came before is gone on with
             (answer,) = ask(Scheduler(model), MESSAGES)
@@ -185,7 +170,7 @@ def test_logits_are_those_of_the_library(family: str, folder: Path) -> None:
 @pytest.mark.parametrize("family", some(["qwen3_vl_moe", "qwen3_vl", "qwen3_5_moe", "gemma3"], every=4))
 def test_in_16_bits_and_with_native_steps(family: str, folder: Path) -> None:
     place = checkpoint(family, folder)
-    with loaded(place, "bf16") as model:
+    with opened_model(place, "bf16") as model:
         ids = Preparation(model).prompt(MESSAGES, never)
         _tokens, expected = library_answer(model, place, ids, (A, B))
         sequence = OneSequence(model)
@@ -210,7 +195,7 @@ _DENSE = ("gemma3", "glm46v", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 )
 def test_in_company_on_disk_and_on_a_card(family: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place, text = checkpoint(family, folder), (ChatMessage("user", "Which experts does a token use?"),)
-    with loaded(place) as model:
+    with opened_model(place, "fp32") as model:
         alone = [ask(Scheduler(model), messages)[0].token_ids for messages in (MESSAGES, text)]
         ids = Preparation(model).prompt(MESSAGES, never)
         assert list(alone[0]) == library_answer(model, place, ids, (A, B))[0]
@@ -219,7 +204,6 @@ def test_in_company_on_disk_and_on_a_card(family: str, folder: Path, monkeypatch
         (beams,) = ask(Scheduler(model), MESSAGES, beams=2)
         assert len(beams.token_ids) == TOKENS
         layout = model.sight.layout(ids) if model.sight is not None else None
-        assert layout is not None
         rows = layout.features(layout.spans[0]).rows
     with on_disk(monkeypatch, place, "fp32") as model:
         assert "read from disk" in model.info.device_note
@@ -231,7 +215,6 @@ def test_in_company_on_disk_and_on_a_card(family: str, folder: Path, monkeypatch
     for card_s, on_card in ((0.1, 2), (10.0, 0)):  # the planner says where
         with opened(place, vram_bytes=512 * MIB) as model:
             scheduler, sight = Scheduler(model), model.sight
-            assert sight is not None
             assert sight.costs_of().predict(Cost.CARD_PICTURE, 1) > sight.costs_of().predict(Cost.H2D, 1)
             sight.costs_of = CostModel
             sight.costs.know(Cost.CARD_PICTURE, lambda _gflops, card_s=card_s: card_s)  # type: ignore[misc]
@@ -249,9 +232,8 @@ def test_in_company_on_disk_and_on_a_card(family: str, folder: Path, monkeypatch
 
 def test_a_picture_is_read_once_and_never_taken_for_another(folder: Path) -> None:
     same_size = drawn(17, 40, 3)
-    with loaded(checkpoint("qwen3_vl_moe", folder)) as model:
+    with opened_model(checkpoint("qwen3_vl_moe", folder), "fp32") as model:
         scheduler, sight = Scheduler(model), model.sight
-        assert sight is not None
         (first,) = ask(scheduler, (turn("Look ", B, " what?"),))
         (again,) = ask(scheduler, (turn("Look ", B, " who?"),))
         (other,) = ask(scheduler, (turn("Look ", same_size, " what?"),))
@@ -269,7 +251,7 @@ def test_a_damaged_picture_harms_no_other_row_and_the_time_of_each_is_recorded(f
     sampling = SamplingParams(temperature=0, max_tokens=TOKENS)
     asked = ((turn("Look ", cut),), MESSAGES, (turn("Look ", A, cut),), (turn("And ", B),))
     rows = [BatchRequest(row, each, sampling=sampling, end_ids=NO_END) for row, each in enumerate(asked)]
-    with loaded(checkpoint("qwen3_vl_moe", folder)) as model:
+    with opened_model(checkpoint("qwen3_vl_moe", folder), "fp32") as model:
         expected = [ask(Scheduler(model), each)[0].token_ids for each in (MESSAGES, asked[3])]
         assert model.sight is not None
         for most in (4, 1):
@@ -314,7 +296,7 @@ def test_what_was_read_of_pictures_survives_a_restart(folder: Path, words: str) 
     keep_chat(chat)
     answers = []
     for restart in range(2):
-        with loaded(place) as model:
+        with opened_model(place, "fp32") as model:
             model.kept = open_kept(model)
             assert model.kept is not None
             assert model.sight is not None
@@ -439,7 +421,7 @@ def test_a_gguf_file_sees_with_its_mmproj(name: str, tmp_path: Path) -> None:
     """Written by llama.cpp's converter: rows are transformers' of the same tower, and nearly llama.cpp's."""
     file = with_picture_tokens(unpacked(TEXTS.get(name, name), tmp_path)[0], tmp_path / "a-model-Q8_0.gguf")
     text = (ChatMessage("user", "Which one?"),)
-    with loaded(file, "fp32") as blind:
+    with opened_model(file, "fp32") as blind:
         assert not blind.info.sees
         with pytest.raises(EngineError, match="there is no mmproj file"):
             Preparation(blind).prompt(MESSAGES, never)
@@ -447,16 +429,14 @@ def test_a_gguf_file_sees_with_its_mmproj(name: str, tmp_path: Path) -> None:
     written, wanted = unpacked(f"mmproj-{name}", tmp_path)
     picture = Picture("image/png", wanted["picture"])
     assert show(str(file)).sees
-    with loaded(file, "fp32") as ours:
+    with opened_model(file, "fp32") as ours:
         assert ours.info.sees
         assert ask(Scheduler(ours), text)[0].token_ids == alone
         # Pictures of Gemma 4 take 280 tokens each, and pieces of Step's 961.
         seen = (turn("Look ", A),) if name in ("gemma4", "step35") else MESSAGES
         (answer,) = ask(Scheduler(ours), seen, repetition_penalty=1.1)
         assert len(answer.token_ids) == TOKENS
-        assert ours.sight is not None
         layout = ours.sight.layout(Preparation(ours).prompt((turn("Look ", picture),), never))
-        assert layout is not None
         features = ours.sight.features(layout.spans[0].seen)
         rows = torch.cat([features.rows, *features.deep], dim=1)
         assert len(rows) == wanted["rows"]
@@ -468,13 +448,13 @@ def test_a_gguf_file_sees_with_its_mmproj(name: str, tmp_path: Path) -> None:
             assert ours.sight.sizes.grid(width, height).seen == tokens, (width, height)
     other = next(each for each in MMPROJ if MMPROJ[each][0] != MMPROJ[name][0])
     written.write_bytes(unpacked(f"mmproj-{other}", tmp_path)[0].read_bytes())
-    with loaded(file, "fp32") as ours:
+    with opened_model(file, "fp32") as ours:
         assert ask(Scheduler(ours), text)[0].token_ids == alone
         with pytest.raises(EngineError, match=r"mmproj-\S+\.gguf beside it is the part of another model"):
             Preparation(ours).prompt(MESSAGES, never)
     for each in tmp_path.glob("mmproj*"):
         each.write_bytes(each.read_bytes()[:3000])
-    with loaded(file, "fp32") as ours, pytest.raises(EngineError, match="reads text only"):
+    with opened_model(file, "fp32") as ours, pytest.raises(EngineError, match="reads text only"):
         Preparation(ours).prompt(MESSAGES, never)
 
 
@@ -496,7 +476,7 @@ def test_glm_4_1_v_writes_as_glm_4_does(tmp_path: Path) -> None:
     seeing = with_picture_tokens(plain, tmp_path / "a-model-Q8_0.gguf")
     found = []
     for file in (plain, seeing):
-        with loaded(file, "fp32") as model:
+        with opened_model(file, "fp32") as model:
             found.append(OneSequence(model).read([1, 5, 9, 40, 41, 42, 7]))
     torch.testing.assert_close(*found, rtol=0, atol=1e-5)
 
@@ -510,7 +490,7 @@ def test_nothing_of_another_tower_is_used_again(tmp_path: Path) -> None:
     for tower in ("first", "first", "second"):
         if tower == "second":
             written.write_bytes(first[:-4096] + bytes(4096))
-        with loaded(file, "fp32") as model:
+        with opened_model(file, "fp32") as model:
             (fresh,) = ask(Scheduler(model), asked)
             model.kept = open_kept(model)
             assert model.kept is not None
@@ -520,7 +500,7 @@ def test_nothing_of_another_tower_is_used_again(tmp_path: Path) -> None:
             assert model.kept.settle(30)
             scheduler.close()
     assert [bool(answer.from_disk) for answer in answers] == [False, True, False]
-    with loaded(file, "fp32") as model:  # one that comes after the model, and before its first picture
+    with opened_model(file, "fp32") as model:  # one that comes after the model, and before its first picture
         written.write_bytes(first)
         with pytest.raises(EngineError, match="another one than when the model was loaded"):
             Scheduler(model).answer(BatchRequest(0, tuple(asked)))
@@ -536,14 +516,13 @@ def test_who_lacks_a_tower_says_so(folder: Path, tmp_path: Path, monkeypatch: py
     assert picture_tokens(place, 30, 22) == 14
     for model, why in ((place, "lacks the weights that see"), (None, "aria models see is not known")):
         where = model or tiny_checkpoint("aria", tmp_path / "aria")
-        with loaded(where) as blind:
+        with opened_model(where, "fp32") as blind:
             assert not blind.info.sees
-            with pytest.raises(EngineError, match=why) as refusal:
+            with refused(ErrorCode.PICTURES_NOT_READ, match=why):
                 Preparation(blind).prompt(MESSAGES, never)
-            assert refusal.value.code is ErrorCode.PICTURES_NOT_READ
     damaged = seeing_checkpoint("qwen3_vl_moe", tmp_path / "damaged")
     (damaged / "preprocessor_config.json").write_text('{"image_mean": "much"}')
-    with loaded(damaged) as model, pytest.raises(EngineError, match=r"preprocessor_config\.json again"):
+    with opened_model(damaged, "fp32") as model, pytest.raises(EngineError, match=r"preprocessor_config\.json again"):
         Scheduler(model).answer(BatchRequest(0, MESSAGES))
     assert read_config(damaged)["model_type"] == "qwen3_vl_moe"
     assert importlib.util.find_spec("torchvision") is None  # nothing here may need it

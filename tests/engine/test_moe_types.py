@@ -22,9 +22,11 @@ from engine.families.pictures import SIGHTS
 from engine.runtime.load.checkpoint import open_checkpoint
 from engine.runtime.load.library_models import read_library_config
 from engine.verbs.models.hub import row_of
-from tests.engine.test_family_parity import greedy, loaded, logits
+from tests.engine.loaded_tiny import opened_model
+from tests.engine.test_family_parity import greedy, logits
 from tests.engine.tiny_configs import ADAPTED, FAMILIES
 from tests.engine.tiny_families import model_class, tiny_checkpoint, tiny_config
+from tests.refusals import refused
 
 RIGHT = {*FAMILIES, *ADAPTED, "qwen3_omni_moe"}
 """Whose answers the tests compare with the library's: here, in test_family_parity and in test_*adapter_parity."""
@@ -85,7 +87,7 @@ def test_the_text_part_of_qwen3_omni_is_found_in_the_whole_model(tmp_path: Path)
     save_file(tensors, file, {"format": "pt"})
     thinker = json.loads(config.read_text())
     config.write_text(json.dumps({"model_type": "qwen3_omni_moe", "thinker_config": thinker}))
-    with loaded(folder, "fp32") as ours, torch.no_grad():
+    with opened_model(folder, "fp32") as ours, torch.no_grad():
         torch.testing.assert_close(logits(ours.model), expected, rtol=0, atol=1e-5)
         assert greedy(ours.model).tolist() == tokens
         assert "text and images only, no sound" in ours.info.device_note
@@ -96,13 +98,13 @@ def test_a_model_that_could_see_says_that_it_does_not(
     family: str, could: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(SIGHTS, "aria")
-    with loaded(tiny_checkpoint(family, tmp_path), "fp32") as ours:
+    with opened_model(tiny_checkpoint(family, tmp_path), "fp32") as ours:
         assert ("images" in ours.info.device_note) == could
 
 
 def test_nemotron_omni_as_published_has_other_names_of_its_parts(tmp_path: Path) -> None:
     file = tiny_checkpoint("nemotron_h_omni", tmp_path, image_token_id=18) / "config.json"
-    with loaded(tmp_path, "fp32") as ours:
+    with opened_model(tmp_path, "fp32") as ours:
         expected = logits(ours.model)
     config = json.loads(file.read_text())
     former = {"text_config": "llm_config", "image_token_id": "img_context_token_id", "audio_config": "sound_config"}
@@ -113,7 +115,7 @@ def test_nemotron_omni_as_published_has_other_names_of_its_parts(tmp_path: Path)
     assert (read.image_token_id, read.audio_config.hidden_size) == (18, 32)
     config["audio_config"] = None
     file.write_text(json.dumps({former.get(name, name): value for name, value in config.items()}))
-    with loaded(tmp_path, "fp32") as ours:
+    with opened_model(tmp_path, "fp32") as ours:
         torch.testing.assert_close(logits(ours.model), expected, rtol=0, atol=0)
 
 
@@ -122,7 +124,7 @@ def test_minimax_m2_as_published_rotates_a_part_of_each_head(tmp_path: Path) -> 
     config = {**json.loads(file.read_text()), "rotary_dim": 4, "rope_theta": 5e6}
     del config["rope_parameters"]
     file.write_text(json.dumps(config))
-    with loaded(tmp_path, "fp32") as ours:
+    with opened_model(tmp_path, "fp32") as ours:
         assert ours.model.model.rotary_emb.inv_freq.shape == (2,)
 
 
@@ -153,6 +155,5 @@ def test_layers_of_another_family_are_what_the_library_builds(kind: str, layers:
 
 def test_a_newer_kind_is_refused_with_the_nearest_one(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen9_moe"}))
-    with pytest.raises(EngineError, match=r"'qwen9_moe', .*\(the nearest that it reads is 'qwen\d_moe'\)") as refusal:
+    with refused(ErrorCode.MODEL_UNSUPPORTED, match=r"'qwen9_moe', .*\(the nearest that it reads is 'qwen\d_moe'\)"):
         open_checkpoint(EngineConfig(str(tmp_path), device="cpu"))
-    assert refusal.value.code is ErrorCode.MODEL_UNSUPPORTED

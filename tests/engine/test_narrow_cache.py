@@ -5,11 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.common.config import EngineConfig, KvPrecision, SamplingParams
+from engine.common.config import KvPrecision, SamplingParams
 from engine.kernels.native.build import library_path
 from engine.kernels.native.paged_attention import KvType
-from engine.runtime.load.model import load_model
-from engine.runtime.loaded_model import LoadedModel
+from tests.engine.loaded_tiny import open_model, opened_model
 from tests.engine.single_streams import Alone, PagedSequence
 from tests.engine.tiny_families import tiny_checkpoint
 
@@ -17,18 +16,12 @@ needs_kernels = pytest.mark.skipif(not library_path().exists(), reason="the nati
 _LARGE = {"head_dim": 64, "num_key_value_heads": 2}
 
 
-def _load(path: Path, kv_precision: KvPrecision) -> LoadedModel:
-    config = EngineConfig(str(path), precision="bf16", threads=2, kv_precision=kv_precision)
-    return load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
-
-
 @pytest.mark.takes_turns(3)
 @needs_kernels
 @pytest.mark.parametrize(("kv_precision", "most"), [("fp16", 0.01), ("int8", 0.03)])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "llama"])
 def test_logits_lose_little(family: str, kv_precision: KvPrecision, most: float, tmp_path: Path) -> None:
-    loaded = _load(tiny_checkpoint(family, tmp_path, **_LARGE), kv_precision)
-    try:
+    with opened_model(tiny_checkpoint(family, tmp_path, **_LARGE), threads=2, kv_precision=kv_precision) as loaded:
         assert loaded.kv_type is KvType[kv_precision.upper()]
         torch.manual_seed(5)
         tokens = torch.randint(3, loaded.model.config.vocab_size, (1, 120))
@@ -39,8 +32,6 @@ def test_logits_lose_little(family: str, kv_precision: KvPrecision, most: float,
                 got, wanted = (each.logits(loaded.model, tokens[:, start:end]) for each in sequences)
                 far.append(float((got.float() - wanted.float()).norm() / wanted.float().norm()))
         assert sorted(far)[len(far) // 2] < most
-    finally:
-        loaded.close()
 
 
 @needs_kernels
@@ -49,7 +40,7 @@ def test_a_chat_with_int8_goes_on_and_takes_about_half(tmp_path: Path) -> None:
     held: dict[KvPrecision, int] = {}
     choices: tuple[KvPrecision, ...] = ("auto", "int8")
     for kv_precision in choices:
-        loaded = _load(path, kv_precision)
+        loaded = open_model(path, threads=2, kv_precision=kv_precision)
         session = Alone(loaded)
         try:
             for beams in (1, 2):
@@ -64,9 +55,6 @@ def test_a_chat_with_int8_goes_on_and_takes_about_half(tmp_path: Path) -> None:
 
 @needs_kernels
 def test_a_model_that_cannot_keeps_its_own_and_says_so(tmp_path: Path) -> None:
-    loaded = _load(tiny_checkpoint("deepseek_v2", tmp_path), "int8")
-    try:
+    with opened_model(tiny_checkpoint("deepseek_v2", tmp_path), threads=2, kv_precision="int8") as loaded:
         assert loaded.kv_type is None
         assert "Chats hold keys and values in the model's own type" in loaded.info.device_note
-    finally:
-        loaded.close()

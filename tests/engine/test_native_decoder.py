@@ -1,5 +1,7 @@
 """Single tokens through native decoder layers against the library's own, over a context that outgrows its buffer."""
 
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -7,16 +9,17 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache
 
-from engine.common.config import EngineConfig, SamplingParams
+from engine.common.config import SamplingParams
 from engine.families import PACKAGES, TABLE
 from engine.kernels.native.build import library_path
 from engine.runtime.decode.step_model import StepModel, TokenStep
 from engine.runtime.fast_path.decoder_layer import SingleTokenLayer
-from engine.runtime.load.model import load_model
-from engine.runtime.loaded_model import LoadedModel
 from tests.combinations import some
+from tests.engine.loaded_tiny import open_model
 from tests.engine.single_streams import Alone, PagedSequence
 from tests.engine.tiny_families import tiny_checkpoint
+
+_load = partial(open_model, threads=2)
 
 pytestmark = pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")
 
@@ -72,11 +75,6 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_next", _LARGER_DELTA),
     ("qwen3_next", {**_LARGER_DELTA, "linear_num_key_heads": 4, "linear_conv_kernel_dim": 3}),
 ]
-
-
-def _load(path: Path, precision: Literal["fp32", "bf16", "int8", "int4"] = "bf16") -> LoadedModel:
-    config = EngineConfig(str(path), precision=precision, threads=2)
-    return load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
 
 
 @pytest.mark.takes_turns(2)
@@ -139,8 +137,7 @@ def test_minimax_m2_goes_astray_where_its_router_wavers_only(
 def test_a_step_agrees_with_the_librarys_way_over_the_same_weights(
     family: str, options: dict[str, Any], precision: Literal["bf16", "int8", "int4"], tmp_path: Path
 ) -> None:
-    loaded = _load(tiny_checkpoint(family, tmp_path, **{**_LARGER, **options}), precision)
-    try:
+    with closing(_load(tiny_checkpoint(family, tmp_path, **{**_LARGER, **options}), precision)) as loaded:
         torch.manual_seed(6)
         tokens = torch.randint(3, loaded.model.config.vocab_size, (1, 14))
         # The library's own cache layers are none that a native step could write to.
@@ -154,8 +151,6 @@ def test_a_step_agrees_with_the_librarys_way_over_the_same_weights(
                 )
                 far.append(float((got.float() - wanted.float()).norm() / wanted.float().norm()))
         assert sorted(far)[len(far) // 2] < (0.02 if precision == "bf16" else 0.05)
-    finally:
-        loaded.close()
 
 
 def test_beams_and_prompts_agree_with_the_librarys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,8 +159,7 @@ def test_beams_and_prompts_agree_with_the_librarys(tmp_path: Path, monkeypatch: 
     # Without the kernels hidden states would be in bf16, which decides near ties otherwise than float32 does.
     for setting, precision in (("1", "bf16"), ("0", "fp32")):
         monkeypatch.setenv("SWITCHYARD_NATIVE", setting)
-        loaded = _load(path, precision)
-        try:
+        with closing(_load(path, precision)) as loaded:
             session = Alone(loaded)
             ids = list(range(5, 25))
             greedy = session.generate_from_ids(ids, SamplingParams(max_tokens=12), end_ids=frozenset())
@@ -173,8 +167,6 @@ def test_beams_and_prompts_agree_with_the_librarys(tmp_path: Path, monkeypatch: 
             assert greedy.token_ids == again.token_ids
             beams = session.generate_from_ids(ids, SamplingParams(max_tokens=6, beams=3), end_ids=frozenset())
             answers.append((greedy.token_ids[:4], len(beams.token_ids)))
-        finally:
-            loaded.close()
     assert answers[0] == answers[1]
 
 
@@ -238,12 +230,9 @@ def test_dense_layers_are_in_the_call_of_a_whole_model(
     path = tiny_checkpoint(family, tmp_path, **{**_LARGER, **options})
     torch.manual_seed(8)
     ids = torch.randint(3, 300, (1, 20))
-    native = _load(path)
-    try:
+    with closing(_load(path)) as native:
         reader, step = StepModel(native.model, 64), TokenStep.of(native.model)
-        assert step is not None
         whole = step._whole
-        assert whole is not None
         calls = 0
 
         def counted(*arguments: Any) -> Any:
@@ -260,19 +249,14 @@ def test_dense_layers_are_in_the_call_of_a_whole_model(
             singles = torch.cat([one.rows(step, ids[0, at : at + 1]) for at in range(12, 20)])
             assert torch.equal(several.rows(step, ids[0, 12:]), singles)
         assert calls == 9
-    finally:
-        native.close()
     monkeypatch.setenv("SWITCHYARD_NATIVE", "0")
-    library = _load(path)
-    try:
+    with closing(_load(path)) as library:
         with torch.inference_mode():
             wanted = library.model(input_ids=ids).logits[0, 12:]
         far = (singles.float() - wanted.float()).norm(dim=-1) / wanted.float().norm(dim=-1)
         # The library's own way in bf16 is as far from float32 where it rounds what decays a state.
         # Nor is it nearer in layers that add multiples, or whose scores are not scaled.
         assert float(far.median()) < (0.04 if family.startswith(("kimi", "granite", "gemma4")) else 0.02)
-    finally:
-        library.close()
 
 
 @pytest.mark.takes_turns(2)
@@ -295,8 +279,7 @@ def test_prompts_and_steps_are_closer_to_float32_than_the_librarys(
     found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     for name, setting, precision in (("exact", "0", "fp32"), ("library", "0", "bf16"), ("ours", "1", "bf16")):
         monkeypatch.setenv("SWITCHYARD_NATIVE", setting)
-        loaded = _load(path, precision)  # type: ignore[arg-type]
-        try:
+        with closing(_load(path, precision)) as loaded:  # type: ignore[arg-type]
             with torch.inference_mode():
                 heard: list[torch.dtype] = []
                 last = loaded.model.model.layers[-1]
@@ -308,8 +291,6 @@ def test_prompts_and_steps_are_closer_to_float32_than_the_librarys(
                 step(ids[:, :20], each.next(20), 0)
                 rows = [step(ids[:, at : at + 1], each.next(1), at)[0][0].float() for at in range(20, 40)]
             found[name] = prompt, torch.stack(rows)
-        finally:
-            loaded.close()
     far = {
         name: [float((mine - exact).norm()) for mine, exact in zip(found[name], found["exact"], strict=True)]
         for name in ("library", "ours")

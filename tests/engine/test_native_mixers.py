@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 import torch
@@ -32,10 +33,8 @@ _EPSILON = 1e-6
 
 @pytest.fixture(scope="module")
 def kernels() -> Iterator[NativeKernels]:
-    loaded = load_kernels(2)
-    assert loaded is not None
-    yield loaded
-    loaded.close()
+    with closing(load_kernels(2)) as loaded:
+        yield loaded
 
 
 def _linear(rows: int, columns: int, scale: float = 0.25) -> torch.nn.Linear:

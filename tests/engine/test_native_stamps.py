@@ -8,14 +8,13 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from engine.common.config import EngineConfig
 from engine.kernels.native.build import library_path
 from engine.kernels.native.experts import MAX_TOKENS
 from engine.kernels.native.library import NativeStamps
 from engine.runtime.fast_path.decoder_layer import SingleTokenLayer
 from engine.runtime.fast_path.sparse_block import SparseBlock
-from engine.runtime.load.model import load_model
 from engine.telemetry.layer_log import Stamped
+from tests.engine.loaded_tiny import open_model
 from tests.engine.tiny_families import tiny_checkpoint
 
 pytestmark = pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")
@@ -59,8 +58,7 @@ class _Steps:
 @pytest.fixture
 def steps(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Steps]:
     path = tiny_checkpoint("qwen3_moe", tmp_path_factory.mktemp("stamps") / "model")
-    config = EngineConfig(str(path), precision="bf16", threads=1)
-    loaded = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
+    loaded = open_model(path)
     layers = [m.forward for m in loaded.model.modules() if isinstance(m.__dict__.get("forward"), SingleTokenLayer)]
     blocks = [layer.sparse for layer in layers]
     stamps = blocks[0]._kernels.stamps

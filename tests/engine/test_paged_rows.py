@@ -1,7 +1,9 @@
 """Attention of a batch's rows on a card, by the kernel in C++ and by PyTorch's fused one, against the definition."""
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +36,12 @@ from engine.runtime.batch.policy import BatchPolicy, ScheduleChoice
 from engine.runtime.kv.paged_cache import parts_of_pages
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.executor import BatchExecutor
-from engine.runtime.schedule.request import BatchRequest
 from tests.engine.emulated_cuda_card import EmulatedCudaCard, needs_compiler
-from tests.engine.loaded_tiny import NO_END, random_prompt
 from tests.engine.on_devices import answer, chatting, opened
+from tests.engine.single_streams import answers_of, rows_of
 from tests.engine.tiny_families import tiny_checkpoint
+
+rows = partial(rows_of, [3, 60, 31], 4)
 
 CPU = torch.device("cpu")
 ROWS = st.lists(st.tuples(st.integers(0, 140), st.sampled_from((1, 1, 1, 2, 33))), min_size=1, max_size=5)
@@ -126,23 +129,10 @@ def folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     return tiny_checkpoint(request.param, tmp_path / request.param)
 
 
-def rows() -> list[BatchRequest]:
-    sampling = SamplingParams(max_tokens=4)
-    return [
-        BatchRequest(row, ids=tuple(random_prompt(length, seed=row)), sampling=sampling, end_ids=NO_END)
-        for row, length in enumerate([3, 60, 31])
-    ]
-
-
 def answers(loaded: LoadedModel, schedule: Schedule, **policy: Any) -> dict[int, tuple[int, ...]]:
-    found: dict[int, tuple[int, ...]] = {}
     sizes = BatchPolicy(rows=3, kv_bytes=2**22, micro_batch_rows=3, schedule=schedule, row_tokens=64, **policy)
-    executor = BatchExecutor(loaded, sizes)
-    try:
-        executor.run(iter(rows()), lambda answer: found.__setitem__(answer.row, answer.token_ids))
-        assert FALLS.note == ""
-    finally:
-        executor.close()
+    found = answers_of(loaded, rows(), sizes)
+    assert FALLS.note == ""
     return found
 
 
@@ -190,13 +180,10 @@ def test_without_a_schedule_attention_is_where_the_pages_are(folder: Path) -> No
 def run(loaded: LoadedModel, policy: BatchPolicy, on_text: Callable[[str, int], None]) -> tuple[dict[int, Any], str]:
     """(answers, the note)"""
     found: dict[int, tuple[int, ...]] = {}
-    executor = BatchExecutor(loaded, policy)
-    try:
+    with closing(BatchExecutor(loaded, policy)) as executor:
         asked = iter([replace(row, on_text=on_text) for row in rows()])
         executor.run(asked, lambda answer: found.__setitem__(answer.row, answer.token_ids))
         return found, FALLS.note
-    finally:
-        executor.close()
 
 
 @pytest.mark.parametrize("folder", ["mixtral"], indirect=True)
@@ -204,7 +191,6 @@ def run(loaded: LoadedModel, policy: BatchPolicy, on_text: Callable[[str, int], 
 def test_a_card_that_fills_up_in_mid_job_goes_on_with_the_next_best(folder: Path, after: int, left: int) -> None:
     with opened(folder, cache_slots=3) as loaded:
         wanted, written = answers(loaded, HYBRID), [0]
-        assert loaded.devices is not None
         (card,) = loaded.devices.devices
         total = card.memory.total
 

@@ -73,7 +73,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def imported(path: Path) -> dict[str, list[dict[str, Any]]]:
     """Rows of each of `_QUERIES`, asked of the importer."""
     wasm = viewer()
-    assert wasm is not None
     script = Path(__file__).with_name("perfetto_importer.cjs")
     done = subprocess.run(
         ["node", str(script), str(wasm.parent), str(path), *_QUERIES.values()],

@@ -92,7 +92,6 @@ def test_memory_for_longer_pieces_comes_from_the_cache_and_goes_back_to_it(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LatencyModel, "transfer_s", property(lambda self: 1.0))
-    assert model.devices is not None
     (device,) = model.devices.devices
     total, slots = device.memory.total, model.caches[0].slots
     read(model)

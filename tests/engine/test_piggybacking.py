@@ -1,50 +1,40 @@
 """Chats that take part in the sweeps of a batch: they get their own tokens, each once, and the batch gets its own."""
 
 import random
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.common.config import EngineConfig, SamplingParams
+from engine.common.config import SamplingParams
 from engine.kernels.native.build import library_path
 from engine.runtime.batch.packed_sweep import PackedModel, Work
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.generation import GenerationResult
-from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.request import BatchRequest, Outcome
 from engine.runtime.schedule.scheduler import Scheduler
 from engine.runtime.schedule.times import SLICE_S, Times
-from tests.engine.loaded_tiny import NO_END, random_prompt
+from tests.engine.loaded_tiny import NO_END, opened_model, random_prompt, spread
 from tests.engine.single_streams import Alone
+from tests.engine.test_background import Job, serve
 from tests.engine.tiny_families import tiny_checkpoint
 
 pytestmark = pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")
 
 POLICY = BatchPolicy(rows=6, kv_bytes=2**22, sweep_tokens=30, micro_batch_tokens=25)
-PATIENCE = 60_000
 
 
 @pytest.fixture(scope="module", params=["auto", "int8"])
 def quick(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[LoadedModel]:
     """A model with a fast path of its own for one sequence, whose tokens are far from ties."""
-
-    def spread(model: torch.nn.Module) -> None:
-        with torch.no_grad():
-            model.get_output_embeddings().weight.mul_(40)  # type: ignore[operator,union-attr]
-
     path: Path = tiny_checkpoint("qwen3_moe", tmp_path_factory.mktemp("piggybacked") / "model", prepare=spread)
-    config = EngineConfig(str(path), device="cpu", precision="bf16", threads=1, kv_precision=request.param)
-    model = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
-    yield model
-    model.close()
+    with opened_model(path, kv_precision=request.param) as model:
+        yield model
 
 
 def request_of(ids: tuple[int, ...], most: int, number: int = 0, **how: Any) -> BatchRequest:
@@ -66,39 +56,15 @@ class Watched:
         patch.setattr(PackedModel, "sweep", sweep)
 
 
-class Job:
-    """Rows on a thread of their own."""
-
-    def __init__(self, scheduler: Scheduler, lengths: list[tuple[int, int]], policy: BatchPolicy) -> None:
-        self.rows = [
-            request_of(tuple(random_prompt(prompt, seed=n)), most, number=n) for n, (prompt, most) in enumerate(lengths)
-        ]
-        self.answers = dict[int, GenerationResult]()
-        self._scheduler, self._policy = scheduler, policy
-        self.thread = threading.Thread(target=self._run)
-        self.thread.start()
-        while not scheduler.background.is_busy:
-            pass
-
-    def _run(self) -> None:
-        background = self._scheduler.background
-        place = background.call(lambda: background.join(self._policy))
-        place.run(iter(self.rows), self._take, lambda: False, lambda: False)
-        place.close()
-
-    def _take(self, answer: GenerationResult) -> None:
-        assert answer.row not in self.answers
-        self.answers[answer.row] = answer
-
-
-def serve(scheduler: Scheduler, job: Job, arrive: Callable[[], bool]) -> None:
-    for _ in range(PATIENCE):
-        if not (scheduler.is_busy or job.thread.is_alive()):
-            return
-        arrive()
-        scheduler.serve(arrive)
-        job.thread.join(0.001)
-    raise AssertionError("a job or a request does not end")
+def job_of(scheduler: Scheduler, lengths: list[tuple[int, int]], policy: BatchPolicy) -> Job:
+    """Rows on a thread of their own, under way."""
+    rows = [
+        request_of(tuple(random_prompt(prompt, seed=n)), most, number=n) for n, (prompt, most) in enumerate(lengths)
+    ]
+    job = Job(scheduler, rows, policy)
+    while not scheduler.background.is_busy:
+        pass
+    return job
 
 
 class Chat:
@@ -119,7 +85,6 @@ class Chat:
 
     def check(self) -> GenerationResult:
         (end,) = self.ends
-        assert isinstance(end, GenerationResult)
         count = min(self.most, self.cancel_after or self.most)
         assert (len(end.token_ids), end.generated_tokens) == (count, count)
         assert end.finish_reason == ("cancelled" if count < self.most else "length")
@@ -144,13 +109,12 @@ def beside_a_job(
             scheduler.submit(chat.request(), chat.ends.append)
         return False
 
-    job = Job(scheduler, rows, replace(POLICY, kv_type=loaded.kv_type))
-    serve(scheduler, job, arrive)
+    job = job_of(scheduler, rows, replace(POLICY, kv_type=loaded.kv_type))
+    serve(scheduler, [job], arrive)
     while waiting or scheduler.is_busy:
         arrive()
         scheduler.serve(arrive)
     together = scheduler._batch
-    assert together is not None
     assert (together.pool.held, together.below) == (0, [])
     scheduler.close()
     together.pool.elsewhere = int
@@ -208,9 +172,9 @@ def test_who_comes_meanwhile_does_not_wait_for_a_sweep_with_guests(
             scheduler.submit(second.request(), second.ends.append)
         return False
 
-    job = Job(scheduler, [(9, 60)] * 3, replace(POLICY, kv_type=quick.kv_type))
+    job = job_of(scheduler, [(9, 60)] * 3, replace(POLICY, kv_type=quick.kv_type))
     scheduler.submit(first.request(), first.ends.append)
-    serve(scheduler, job, arrive)
+    serve(scheduler, [job], arrive)
     scheduler.close()
     first.check()
     second.check()

@@ -3,7 +3,6 @@
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,9 +21,10 @@ from engine.planner import placement as placing
 from engine.planner.costs import engine_costs
 from engine.planner.engine_memory import engine_memory
 from engine.planner.plan_parts import Limits
-from engine.runtime.load import conversion, model
+from engine.runtime.load import conversion
 from engine.runtime.load.plan import Plan
 from engine.runtime.loaded_model import LoadedModel
+from tests.engine.loaded_tiny import open_model
 from tests.engine.on_devices import memory_use
 from tests.engine.test_planned_memory import machine, stored_model
 from tests.engine.tiny_families import tiny_checkpoint
@@ -57,19 +57,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {**found, "gguf": stored_model(folder, "qwen3_moe"), "dense": stored_model(folder, "llama")}
 
 
-@pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
-    """The plans that have been carried out."""
-    found, build = list[Plan](), model.build
-
-    def told(plan: Plan, *arguments: Any, **options: Any) -> LoadedModel:
-        found.append(plan)
-        return build(plan, *arguments, **options)
-
-    monkeypatch.setattr(model, "build", told)
-    return found
-
-
 @pytest.fixture(autouse=True)
 def all_is_worth_keeping(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placing, "WORTH_KEEPING", 0)
@@ -78,16 +65,14 @@ def all_is_worth_keeping(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load(path: Path, case: Case) -> LoadedModel:
-    config = EngineConfig(
-        str(path),
+    return open_model(
+        path,
+        case.precision,
         device=CARD if case.vram else "cpu",
-        precision=case.precision,
         vram_bytes=case.vram,
         ram_bytes=case.ram,
-        threads=1,
         context_tokens=256,
     )
-    return model.load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
 
 
 def tried(path: Path, case: Case) -> LoadedModel | ErrorCode:
@@ -203,7 +188,6 @@ def test_the_planner_wants_the_same_room(
     """From a model's shape alone, before its files are opened."""
     shape = find_shape(str(models[name])).in_place()
     found = with_least_ram(models[name], name, precision)
-    assert isinstance(found, LoadedModel)
     found.close()
     placed, told = planned[-1].placement, None
     assert placed.on_disk
@@ -212,7 +196,6 @@ def test_the_planner_wants_the_same_room(
         told = engine_memory(engine_costs(machine(0), shape, precision, 1), Limits.of(config), on_card=False)
         if told is not None:
             break
-    assert told is not None
     assert told.disk == pytest.approx(placed.on_disk, rel=0.3)  # of gate and up in two types both count as the larger
     assert (told.written > 0) == (placed.written > 0)
     assert told.written == pytest.approx(placed.written, rel=0.15)

@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -152,7 +153,6 @@ class Ran:
 
 def run(loaded: LoadedModel, case: Case, monkeypatch: pytest.MonkeyPatch) -> Ran:
     """Answers as many rows as planned, of planned lengths, by the plan's schedules alone."""
-    assert loaded.devices is not None
     (card,) = loaded.devices.devices
     ran, plan = Ran(), case.plan
 
@@ -214,12 +214,9 @@ def run(loaded: LoadedModel, case: Case, monkeypatch: pytest.MonkeyPatch) -> Ran
         )
         for row in range(case.work.sequences)
     ]
-    executor = BatchExecutor(loaded, policy)
-    try:
+    with closing(BatchExecutor(loaded, policy)) as executor:
         executor.run(iter(rows), lambda answer: None)
         assert FALLS.note == ""
-    finally:
-        executor.close()
     return ran
 
 
@@ -279,7 +276,6 @@ def check(folder: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
             assert off <= max(OFF * planned[kind], allowed[kind]), (kind, planned[kind], moved[kind], said)
     assert decoding == case.work.generated_tokens - 1, said
     memory = case.memory.card
-    assert memory is not None
     bytes_planned = memory.weights + memory.experts + memory.staging + memory.kv
     at_most = sum(nbytes for kind, nbytes in ran.held.items() if kind is not MemoryCategory.ACTIVATIONS)
     assert at_most == pytest.approx(bytes_planned, rel=OFF), (dict(ran.held), memory, said)

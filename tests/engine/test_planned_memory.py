@@ -25,9 +25,10 @@ from engine.planner.plan import make_plan
 from engine.planner.plan_parts import Limits
 from engine.runtime.load.checkpoint import open_checkpoint
 from engine.runtime.load.forms import BLOCKS
-from engine.runtime.load.model import load_model, open_compute_devices
+from engine.runtime.load.model import open_compute_devices
 from engine.runtime.load.plan import Machine, usable_types
 from engine.runtime.load.plan import sizes_of as counted_sizes_of
+from tests.engine.loaded_tiny import open_model, opened_model
 from tests.engine.on_devices import memory_use
 from tests.engine.test_stored_precision import type_of
 from tests.engine.tiny_families import tiny_checkpoint
@@ -55,7 +56,7 @@ def test_on_an_emulated_card(folder: Path, vram: int, precision: str) -> None:
         context_tokens=512,
         threads=1,
     )
-    loaded = load_model(config, on_progress=lambda _done, _all: None, cancelled=lambda: False)
+    loaded = open_model(config)
     devices = loaded.devices
     assert devices is not None
     try:
@@ -67,8 +68,6 @@ def test_on_an_emulated_card(folder: Path, vram: int, precision: str) -> None:
     planned = engine_memory(
         engine_costs(machine(vram), find_shape(str(folder)), precision, 1), Limits.of(config), on_card=True
     )
-    assert planned is not None
-    assert planned.card is not None
     assert planned.card.weights == pytest.approx(used[MemoryCategory.WEIGHTS], rel=0.05)
     assert planned.card.experts + planned.card.staging == pytest.approx(
         used[MemoryCategory.EXPERTS] + used[MemoryCategory.STAGING], rel=0.05
@@ -212,11 +211,8 @@ def test_the_plan_of_what_is_stored_loads(tmp_path: Path) -> None:
     plan = make_plan(machine(0), find_shape(str(file)))
     assert plan.precision == STORED
     assert plan.words(plan.precision) == "as stored (4-bit, 6-bit and 8-bit)"
-    loaded = load_model(plan.engine_config(str(file)), on_progress=lambda _done, _all: None, cancelled=lambda: False)
-    try:
+    with opened_model(plan.engine_config(str(file))) as loaded:
         assert loaded.info.precision == STORED
         # Of gate and up rows in two types, the plan counts both as the larger one.
         assert loaded.info.experts_bytes <= plan.ram.experts < 1.3 * loaded.info.experts_bytes
         assert plan.ram.weights == pytest.approx(loaded.info.weights_bytes, rel=0.01)
-    finally:
-        loaded.close()

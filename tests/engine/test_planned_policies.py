@@ -10,14 +10,13 @@ from hypothesis import strategies as st
 
 from engine import cli
 from engine.checkpoint.synthetic import make_synthetic
-from engine.common.config import EngineConfig, SamplingParams
+from engine.common.config import SamplingParams
 from engine.common.errors import EngineError
 from engine.planner.batch_plan import policy_of
-from engine.planner.plan_parts import BatchPlan
 from engine.planner.plan_search import ENGINE_SETTINGS
 from engine.planner.schedules import S4, SCHEDULES, Schedule
 from engine.runtime.batch.pipeline.device_pipeline import DevicePipeline
-from engine.runtime.load.model import load_model
+from tests.engine.loaded_tiny import opened_model
 from tests.engine.single_streams import Alone
 from tests.engine.tiny_families import tiny_checkpoint
 
@@ -47,16 +46,12 @@ def test_each_is_carried_out(policy: str, ways: int | None, folder: Path) -> Non
 def answer_with(policy: str, folder: Path, ways: int | None = None) -> None:
     """A few tokens, with what `Plan.engine_config` makes of the policy."""
     settings = {"device": CARD, "vram_bytes": VRAM, "cache_ways": ways, **ENGINE_SETTINGS[policy]}
-    config = EngineConfig(str(folder), precision="bf16", threads=1, context_tokens=128, **settings)
-    loaded = load_model(config, on_progress=lambda _done, _all: None, cancelled=lambda: False)
-    try:
+    with opened_model(folder, context_tokens=128, **settings) as loaded:
         assert (loaded.info.device == "cpu") == (settings["device"] == "cpu"), loaded.info.device_note
         session = Alone(loaded)
         answer = session.generate_from_ids([5, 6, 7], SamplingParams(max_tokens=4), end_ids=frozenset())
         assert answer.generated_tokens == 4
         session.clear()
-    finally:
-        loaded.close()
 
 
 POLICY = {
@@ -145,7 +140,6 @@ def test_a_file_that_is_no_policy_is_refused(text: str, tmp_path: Path, capsys: 
     )
 )
 def test_whatever_is_written_is_a_policy_or_an_error_of_one_sentence(changes: dict[str, Any]) -> None:
-    found: BatchPlan | EngineError
     try:
         found = policy_of(json.loads(json.dumps(POLICY | changes)))
     except EngineError as error:

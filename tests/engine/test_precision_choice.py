@@ -1,23 +1,23 @@
 """`auto` precision: the best that fits, and what is said about it."""
 
 import random
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from engine.common.config import EngineConfig
 from engine.common.errors import EngineError
 from engine.planner.placement import Note, NoteCode
-from engine.runtime.load.model import load_model, placement_note
+from engine.runtime.load.model import placement_note
 from engine.runtime.loaded_model import LoadedModel
+from tests.engine.loaded_tiny import open_model
 from tests.engine.tiny_families import tiny_checkpoint
 
 PRECISIONS = ("bf16", "int8", "int4")
 
 
 def load(folder: Path, **options: object) -> LoadedModel:
-    config = EngineConfig(str(folder), device="cpu", threads=1, **options)  # type: ignore[arg-type]
-    return load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
+    return open_model(folder, **{"precision": "auto", **options})
 
 
 def fits_in_ram(folder: Path, precision: str, budget: int) -> bool:
@@ -76,9 +76,6 @@ def test_random_budgets(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_who_asks_for_a_precision_gets_it(precision: str, tmp_path: Path) -> None:
-    model = load(tiny_checkpoint("mixtral", tmp_path), precision=precision)
-    try:
+    with closing(load(tiny_checkpoint("mixtral", tmp_path), precision=precision)) as model:
         assert model.info.precision == precision
         assert "because" not in model.info.device_note
-    finally:
-        model.close()

@@ -17,7 +17,7 @@ from engine.experts.prediction.predictors import Correlation, NextGate, Predicto
 from engine.experts.replay import RoutingTrace
 from engine.runtime.load import foresight as popularity
 from engine.runtime.load.foresight import Popularity, UseCounts, load_popularity, popularity_file, save_popularity
-from engine.runtime.load.model import load_model
+from tests.engine.loaded_tiny import open_model
 from tests.engine.slots_in_time import PlantedRoutes
 from tests.engine.tiny_families import tiny_checkpoint
 
@@ -115,7 +115,6 @@ def test_routes_are_those_of_the_last_whole_steps() -> None:
     routes.note(2, [7, 7])
     routes.note(1, [7, 7])
     trace = routes.trace()
-    assert trace is not None
     assert trace.experts.tolist() == [[[step, layer] for layer in range(3)] for step in range(2, 6)]
     assert (trace.num_experts, trace.sequence_starts.tolist(), routes.steps) == (9, [0, 4], 6)
 
@@ -149,7 +148,6 @@ def test_a_file_that_cannot_be_understood_is_as_none(content: str) -> None:
     assert load_popularity("m", EXPERTS_OF_POPULARITY) is None
     save_popularity("m", Popularity([[1.0] * 4, [2.0] * 3]))
     known = load_popularity("m", EXPERTS_OF_POPULARITY)
-    assert known is not None
     assert known.counts == [[1.0] * 4, [2.0] * 3]
     assert load_popularity("m", [4, 4]) is None
     popularity_file("m").write_text(content)
@@ -170,7 +168,7 @@ def test_the_most_used_experts_are_there_from_the_start(tmp_path: Path, monkeypa
     config = EngineConfig(str(folder), device="emulated:slow-link", precision="fp32", cache_slots=3, prefetch="off")
 
     def load() -> object:
-        return load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
+        return open_model(config)
 
     monkeypatch.setattr(popularity, "_WORTH_KEEPING", 1)
     model = load()

@@ -13,6 +13,7 @@ from engine.runtime.load.tokenizer import template_note
 from engine.untrusted_text.process import UNTRUSTED_TEXT, RequestLimits
 from tests.engine.loaded_tiny import tiny_tokenizer
 from tests.engine.tiny_tokenizer import TEMPLATE
+from tests.refusals import refused
 
 CONVERSATION = (
     ChatMessage("system", "Be brief."),
@@ -134,16 +135,14 @@ def test_control_tokens_in_tools_and_their_results_stay_text() -> None:
 
 
 def test_no_message_at_all() -> None:
-    with pytest.raises(EngineError) as caught:
+    with refused(ErrorCode.INVALID_REQUEST):
         chat_prompt(tiny_tokenizer(), ())
-    assert caught.value.code == ErrorCode.INVALID_REQUEST
 
 
 def test_a_prompt_that_fills_the_context_is_refused() -> None:
     check_length(4095, 4096)
-    with pytest.raises(EngineError, match=r"5,000 tokens long.*4,096.*905") as caught:
+    with refused(ErrorCode.PROMPT_TOO_LONG, match=r"5,000 tokens long.*4,096.*905"):
         check_length(5000, 4096)
-    assert caught.value.code == ErrorCode.PROMPT_TOO_LONG
 
 
 @pytest.mark.parametrize(
@@ -188,10 +187,8 @@ ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% 
 
 def test_an_endless_template_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(UNTRUSTED_TEXT, "limits", RequestLimits(seconds=0.2, characters_per_s=10**9))
-    with pytest.raises(EngineError) as caught:
+    with refused(ErrorCode.MODEL_UNSUPPORTED, "chat template was stopped"):
         chat_prompt(tiny_tokenizer(ENDLESS + "{{ 'a' }}"), CONVERSATION)
-    assert caught.value.code == ErrorCode.MODEL_UNSUPPORTED
-    assert "chat template was stopped" in caught.value.message
 
 
 def test_stop_works_while_a_template_is_rendered() -> None:
@@ -203,8 +200,7 @@ def test_stop_works_while_a_template_is_rendered() -> None:
 def test_several_templates_without_a_default_one() -> None:
     tokenizer = copy(tiny_tokenizer())
     tokenizer.chat_template = {"tool_use": TEMPLATE}
-    with pytest.raises(EngineError) as caught:
+    with refused(ErrorCode.MODEL_UNSUPPORTED):
         chat_prompt(tokenizer, CONVERSATION)
-    assert caught.value.code == ErrorCode.MODEL_UNSUPPORTED
     tokenizer.chat_template = {"default": TEMPLATE}
     assert chat_prompt(tokenizer, CONVERSATION) == chat_prompt(tiny_tokenizer(), CONVERSATION)

@@ -29,7 +29,8 @@ from engine.formats.tiles import dequantise
 from engine.kernels.native.linear import QuantisedLinear
 from engine.runtime.load.tensor_reader import TensorReader
 from tests.combinations import some
-from tests.engine.test_family_parity import greedy, loaded, logits
+from tests.engine.loaded_tiny import opened_model
+from tests.engine.test_family_parity import greedy, logits
 from tests.engine.tiny_families import tiny_checkpoint
 
 Tensors = dict[str, torch.Tensor]
@@ -309,7 +310,7 @@ CASES = [
 @pytest.mark.parametrize(("kind", "family"), some(CASES, every=4))
 def test_says_the_same_as_its_values(kind: str, family: str, tmp_path: Path) -> None:
     packed, plain = quantised_pair(KINDS[kind], family, tmp_path)
-    with loaded(packed, "fp32") as ours, torch.no_grad():
+    with opened_model(packed, "fp32") as ours, torch.no_grad():
         reference = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
         torch.testing.assert_close(logits(ours.model), logits(reference), rtol=0, atol=1e-5)
         assert greedy(ours.model, 8).tolist() == greedy(reference, 8).tolist()
@@ -331,7 +332,7 @@ def assert_has_experts(bank: Any, reference: Any) -> None:
 @pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
 def test_in_other_precisions(precision: str, tmp_path: Path) -> None:
     packed, plain = quantised_pair(KINDS["awq"], "qwen3_moe", tmp_path)
-    with loaded(packed, precision) as ours, loaded(plain, precision) as same:
+    with opened_model(packed, precision) as ours, opened_model(plain, precision) as same:
         torch.testing.assert_close(logits(ours.model).float(), logits(same.model).float(), rtol=0, atol=2e-3)
 
 
@@ -363,9 +364,8 @@ def test_codes_are_kept(kind: str, tmp_path: Path) -> None:
     """By default, in experts and in dense layers: only the scales are rounded."""
     sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "head_dim": 64, "num_experts_per_tok": 8}
     packed, plain = quantised_pair(KINDS[kind], "qwen3_moe", tmp_path, **sizes)
-    with loaded(plain, "fp32") as exact, loaded(packed, "auto") as ours, torch.no_grad():
+    with opened_model(plain, "fp32") as exact, opened_model(packed, "auto") as ours, torch.no_grad():
         assert ours.info.precision == STORED
-        assert ours.bank is not None
         assert exact.bank is not None
         for name, layer in ours.bank.layers.items():
             layout = layer.layout
@@ -389,7 +389,7 @@ def assert_scales_are_rounded(ours: torch.Tensor, exact: torch.Tensor) -> None:
 
 def test_codes_in_another_order_are_not_kept(tmp_path: Path) -> None:
     packed, _ = quantised_pair(KINDS["gptq desc_act"], "qwen3_moe", tmp_path, moe_intermediate_size=256)
-    with loaded(packed, "auto") as ours:
+    with opened_model(packed, "auto") as ours:
         assert ours.info.precision != STORED
 
 
@@ -409,7 +409,6 @@ def test_constant_groups_of_mlx() -> None:
     entries = [TensorEntry(Path(), "", dtype, (), 0, 0) for dtype in ("U32", "F32", "F32")]
     packing, arrays = Affine(4), [words, scales, biases]
     coded = packing.codes(entries, arrays)
-    assert coded is not None
     np.testing.assert_allclose(coded.values(), packing.unpack(entries, arrays))
 
 
@@ -461,7 +460,7 @@ def test_mixed_bits(tmp_path: Path) -> None:
 
     groups = {f"group_{number}": kind.config["config_groups"]["group_0"] for number, kind in enumerate((coarse, fine))}
     packed, plain = quantised_pair(Kind({**coarse.config, "config_groups": groups}, pack), "qwen3_moe", tmp_path)
-    with loaded(packed, "fp32") as ours, loaded(plain, "fp32") as same:
+    with opened_model(packed, "fp32") as ours, opened_model(plain, "fp32") as same:
         torch.testing.assert_close(logits(ours.model), logits(same.model), rtol=0, atol=1e-5)
 
 
@@ -474,7 +473,7 @@ def test_mlx_with_more_bits_for_some_modules(tmp_path: Path) -> None:
     change(plain, lambda tensors: tensors.update({f"{module}.weight": values}))
     own = {module: KINDS["mlx, 8 bits"].config}
     say(packed, quantization={**KINDS["mlx"].config, **own}, quantization_config={**KINDS["mlx"].config, **own})
-    with loaded(packed, "fp32") as ours, loaded(plain, "fp32") as same:
+    with opened_model(packed, "fp32") as ours, opened_model(plain, "fp32") as same:
         torch.testing.assert_close(logits(ours.model), logits(same.model), rtol=0, atol=1e-5)
 
 
@@ -513,7 +512,7 @@ def refusal(folder: Path) -> EngineError:
 @contextmanager
 def _of_headers_or_all(folder: Path) -> Iterator[None]:
     read_tensors(folder)
-    with loaded(folder, "fp32"):
+    with opened_model(folder, "fp32"):
         yield
 
 
@@ -617,6 +616,6 @@ def test_activations_are_not_quantised_and_it_says_so(tmp_path: Path) -> None:
     notes = []
     for number, kind in enumerate(("pack-quantized", "pack-quantized with order")):
         packed, _ = quantised_pair(KINDS[kind], "llama", tmp_path / str(number))
-        with loaded(packed, "fp32") as ours:
+        with opened_model(packed, "fp32") as ours:
             notes.append(ours.info.device_note)
     assert len(notes[1]) > len(notes[0])

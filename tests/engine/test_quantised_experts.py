@@ -194,7 +194,6 @@ def test_native_experts_are_near_the_exact_result(
         seen = reference_experts(ThroughInt8(module), meant, _through_int8(x.float()), index, share)
         _assert_near(kernel(x, index, share), seen, meant, summed)
     in_torch = choose_kernel(module, layer, None)
-    assert in_torch is not None
     _assert_near(in_torch(x, index, share), wanted, meant, summed)
 
 
@@ -204,7 +203,6 @@ def test_experts_that_many_tokens_want_beside_those_that_few_want(kernels: Nativ
     module = _module("silu", 6, 70, 40, bias=True)
     layer, meant = _layer(module, precision)
     kernel = choose_kernel(module, layer, kernels)
-    assert kernel is not None
     tokens = 96
     index = torch.stack([torch.zeros(tokens, dtype=torch.long), torch.arange(tokens) % 6 + 1], dim=1)  # 6 is nobody
     x, share = torch.randn(tokens, 70).bfloat16(), torch.rand(tokens, 2)
@@ -222,7 +220,6 @@ def test_what_is_no_number_stays_none(kernels: NativeKernels, precision: str, va
     module = _module("silu", 2, 64, 48, bias=False)
     layer, _ = _layer(module, precision)
     kernel = choose_kernel(module, layer, kernels)
-    assert kernel is not None
     x = torch.randn(2, 64).bfloat16()
     clean = kernel(x, torch.tensor([[0, 1], [1, 0]]), torch.full((2, 2), 0.5))
     x[0, 5] = value
@@ -236,7 +233,6 @@ def test_denormals_are_as_good_as_nothing(kernels: NativeKernels, precision: str
     module = _module("silu", 1, 64, 32, bias=False)
     layer, _ = _layer(module, precision)
     kernel = choose_kernel(module, layer, kernels)
-    assert kernel is not None
     out = kernel(torch.full((1, 64), 1e-40).bfloat16(), torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1))
     assert out.abs().max() < 1e-30
 
@@ -263,7 +259,6 @@ def test_an_unknown_gate_is_computed_in_torch(kernels: NativeKernels) -> None:
     layer, meant = _layer(module, "int8")
     kernel = choose_kernel(module, layer, kernels)
     assert not isinstance(kernel, NativeExperts)
-    assert kernel is not None
     x, index, share = torch.randn(11, 40).bfloat16(), torch.randint(0, 3, (11, 2)), torch.rand(11, 2)
     wanted = reference_experts(module, meant, x.float(), index, share)
     _assert_near(kernel(x, index, share), wanted, meant, _summed(module, meant, x.float(), index, share))
@@ -370,7 +365,6 @@ def _prompt(draw: random.Random, newest: NativeKernels) -> None:
     queries = torch.randn(kv_heads * group, tokens, dim).bfloat16()
     keys, values = torch.randn(kv_heads, held, dim).bfloat16(), torch.randn(kv_heads, held, dim).bfloat16()
     got = attend_prompt(newest, queries, keys, values, dim**-0.5)
-    assert got is not None
     sees = torch.arange(held)[None] <= torch.arange(held - tokens, held)[:, None]
     wanted = torch.nn.functional.scaled_dot_product_attention(
         queries.float(), *(each.float().repeat_interleave(group, 0) for each in (keys, values)), attn_mask=sees

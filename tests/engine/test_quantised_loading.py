@@ -1,31 +1,30 @@
 """Whole models in int8 and int4: in RAM, on disk and on a device, near the same model in bf16."""
 
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from engine.common.config import EngineConfig, SamplingParams
+from engine.common.config import SamplingParams
 from engine.experts.record import allocate_records
 from engine.kernels.native.build import library_path
 from engine.runtime.load.checkpoint import read_headers
-from engine.runtime.load.model import load_model
 from engine.runtime.load.tensor_reader import TensorReader
 from engine.runtime.loaded_model import LoadedModel
 from tests.engine.conversions import conversion_of
+from tests.engine.loaded_tiny import open_model
 from tests.engine.single_streams import Alone
 from tests.engine.tiny_families import tiny_checkpoint
+
+_load = partial(open_model, threads=2)
 
 pytestmark = pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")
 
 FAMILIES = ["mixtral", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3"]
 _KL = {"int8": 2e-4, "int4": 2e-2}
 """Of the next token's distribution, mean over a prompt: tiny random models are nearly indifferent, so it is small."""
-
-
-def _load(path: Path, precision: str, **options: object) -> LoadedModel:
-    config = EngineConfig(str(path), precision=precision, threads=2, **options)  # type: ignore[arg-type]
-    return load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
 
 
 def _log_probs(loaded: LoadedModel, tokens: torch.Tensor) -> torch.Tensor:
@@ -44,7 +43,6 @@ def test_a_quantised_model_is_near_the_model(family: str, precision: str, tmp_pa
     try:
         assert near.info.precision == precision
         assert near.info.parameters == exact.info.parameters
-        assert near.bank is not None
         layouts = [layer.layout for layer in near.bank.layers.values()]
         quantised = [layout for layout in layouts if layout.tiled]
         assert quantised
@@ -68,8 +66,7 @@ def test_a_quantised_model_is_near_the_model(family: str, precision: str, tmp_pa
 @pytest.mark.parametrize("precision", ["int8", "int4"])
 def test_what_is_converted_holds_the_same_bytes(precision: str, tmp_path: Path) -> None:
     path = tiny_checkpoint("qwen3_moe", tmp_path)
-    loaded = _load(path, precision)
-    try:
+    with closing(_load(path, precision)) as loaded:
         assert loaded.bank is not None
         with torch.no_grad():
             found = read_headers(path, precision)
@@ -81,5 +78,3 @@ def test_what_is_converted_holds_the_same_bytes(precision: str, tmp_path: Path) 
         with TensorReader(lambda _done, _total: None, lambda: False, 0) as reader:
             source.make(0, records, reader)
         assert torch.equal(records, layers[0].records)
-    finally:
-        loaded.close()

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from engine.batch_files.journal import journal_path, known_jobs, read_answers
 from engine.bench.report import Report
 from engine.common.config import EngineConfig
 from tests.engine.tiny_families import tiny_checkpoint
-from tests.loopback_ray import CHECKOUT, LoopbackRay, until
+from tests.loopback_ray import CHECKOUT, LoopbackRay
+from tests.refusals import until
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
 
@@ -97,7 +99,6 @@ class ClusterUnderFire:
         return asking
 
     def kill_asking(self) -> None:
-        assert self._asking is not None
         self._asking.kill()
         self._asking.communicate()
         self._look()
@@ -142,7 +143,6 @@ class ClusterUnderFire:
 
     def finish(self) -> str:
         """Waits for the job's end, and looks at its result; returns what was said meanwhile."""
-        assert self._asking is not None
         said, noted = self._asking.communicate(timeout=600)
         assert self._asking.returncode == 0, noted.decode()[-2000:]
         self.document = json.loads(said)
@@ -280,9 +280,8 @@ def test_nodes_on_cores_of_their_own_are_measured(tmp_path: Path) -> None:
 
 @pytest.fixture
 def fire(tmp_path: Path, switchyard_home: Path) -> Iterator[ClusterUnderFire]:
-    made = ClusterUnderFire(tmp_path / "job", switchyard_home, ROWS, NODES)
-    yield made
-    made.close()
+    with closing(ClusterUnderFire(tmp_path / "job", switchyard_home, ROWS, NODES)) as made:
+        yield made
 
 
 @pytest.mark.exhaustive

@@ -1,5 +1,6 @@
 """Records in RAM, all or some: what is held is there, and what a copy still reads is given to nobody else."""
 
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -295,8 +296,7 @@ def test_three_tiers_equal_the_reference(
     seed: int,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    tiers = OnDisk(device, tmp_path_factory.mktemp("bank"), kind, ram, slots, mode, seed)
-    try:
+    with closing(OnDisk(device, tmp_path_factory.mktemp("bank"), kind, ram, slots, mode, seed)) as tiers:
         target = VramPrefetch([[Place(tiers.cache, layer, source)] for layer, source in enumerate(tiers.sources)])
         for count in tokens:
             for layer in range(LAYERS):
@@ -307,13 +307,10 @@ def test_three_tiers_equal_the_reference(
         assert not tiers.tier.lent
         counters = tiers.cache.counters
         assert counters.misses == counters.on_cpu + counters.fetched
-    finally:
-        tiers.close()
 
 
 def test_a_damaged_record_is_one_error_and_nothing_stays_held(device: Device, tmp_path: Path) -> None:
-    tiers = OnDisk(device, tmp_path, "gated", 4, 8, MIXED, 1)
-    try:
+    with closing(OnDisk(device, tmp_path, "gated", 4, 8, MIXED, 1)) as tiers:
         generator = torch.Generator().manual_seed(1)
         read: Any = tiers.disk.read
         with pytest.MonkeyPatch.context() as patch:
@@ -333,5 +330,3 @@ def test_a_damaged_record_is_one_error_and_nothing_stays_held(device: Device, tm
         held = tiers.sources[1].acquire([0, 1, 2, 3])
         assert len(held.rows) == 4
         held.release()
-    finally:
-        tiers.close()

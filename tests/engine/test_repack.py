@@ -235,7 +235,6 @@ def test_codes_of_safetensors_are_the_same_natively(kind: str, rows: int, group:
     assert (apart <= 0.02 * other.nan_to_num(0).view(rows, -1, 32).abs().amax(-1)).float().mean() > 0.99
     assert (apart == 0).float().mean() > 0.8
     coded = codes.coded()
-    assert coded is not None
     exact = torch.from_numpy(coded.values()).nan_to_num(0, 0, 0)
     assert (one.nan_to_num(0, 0, 0) - exact).norm() <= 0.02 * exact.norm()
 
@@ -271,9 +270,7 @@ def test_codes_that_no_record_keeps_are_fitted(kernels: NativeKernels) -> None:
 def test_a_table_goes_with_its_codes() -> None:
     gate, up = made_up_blocks(GGML["MXFP4"], 16, 1, 0), made_up_blocks(GGML["IQ4_NL"], 16, 1, 0)
     coded = codes_of(gate.kind, gate.raw.numpy())
-    assert coded is not None
     table = made((gate,), TiledShape(16, 32, LUT4), None).table
-    assert table is not None
     assert tuple(table.tolist()) == coded.table
     with pytest.raises(ValueError, match="tables"):
         made((gate, up), TiledShape(32, 32, LUT4, Pairing.HALVES), None)

@@ -10,13 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.common.config import EngineConfig, SamplingParams
+from engine.common.config import SamplingParams
 from engine.jobs.rows import BatchOutcome, never
 from engine.kernels.native.build import library_path
 from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.generation import GenerationResult
-from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.continuous_batch import ContinuousBatch
 from engine.runtime.schedule.executor import BatchExecutor
@@ -24,7 +23,7 @@ from engine.runtime.schedule.left_pages import Partings
 from engine.runtime.schedule.request import BatchRequest, Preparation
 from engine.runtime.schedule.scheduler import Scheduler
 from tests.combinations import some
-from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_loaded
+from tests.engine.loaded_tiny import NO_END, open_model, random_prompt, tiny_loaded
 from tests.engine.single_streams import Alone
 from tests.engine.tiny_families import tiny_checkpoint
 
@@ -211,8 +210,7 @@ def test_nobody_waits_for_ever_for_what_others_read(shapes: list[tuple[int, int,
 @pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe_text"])
 def test_sampled_answers_of_delta_nets_in_bf16_are_those_of_a_file_of_one_row(family: str, tmp_path: Path) -> None:
-    config = EngineConfig(str(tiny_checkpoint(family, tmp_path)), precision="bf16", threads=2)
-    loaded = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
+    loaded = open_model(tiny_checkpoint(family, tmp_path), threads=2)
     rows = [
         BatchRequest(
             n,

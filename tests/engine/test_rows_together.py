@@ -6,12 +6,12 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from engine.common.config import EngineConfig, KvPrecision
+from engine.common.config import KvPrecision
 from engine.kernels.native.build import library_path
 from engine.runtime.decode.step_model import MOST_ROWS, StepModel, TokenStep
 from engine.runtime.fast_path.decoder_layer import route_in_library
-from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
+from tests.engine.loaded_tiny import open_model, opened_model
 from tests.engine.single_streams import PagedSequence
 from tests.engine.tiny_families import tiny_checkpoint
 
@@ -33,26 +33,19 @@ PROMPT = 250
 """The angles of 256 positions are computed together: the steps are on either side of that."""
 
 
-def _load(
-    path: Path, precision: Literal["bf16", "int8", "int4"] = "bf16", kv_precision: KvPrecision = "auto"
-) -> LoadedModel:
-    config = EngineConfig(str(path), precision=precision, threads=2, kv_precision=kv_precision)
-    return load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
-
-
 @pytest.mark.takes_turns(3)
 @pytest.mark.parametrize(("family", "options", "precision"), CASES)
 def test_tokens_together_come_out_as_alone(
     family: str, options: dict[str, Any], precision: Literal["bf16", "int8", "int4"], tmp_path: Path
 ) -> None:
-    _compare(_load(tiny_checkpoint(family, tmp_path, **options), precision))
+    _compare(open_model(tiny_checkpoint(family, tmp_path, **options), precision, threads=2))
 
 
 @pytest.mark.parametrize("kv_precision", ["int8", "fp16"])
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_also_with_narrow_keys_and_values(family: str, kv_precision: KvPrecision, tmp_path: Path) -> None:
     options = {"sliding_window": None} if family == "mixtral" else {}
-    loaded = _load(tiny_checkpoint(family, tmp_path, **options), kv_precision=kv_precision)
+    loaded = open_model(tiny_checkpoint(family, tmp_path, **options), threads=2, kv_precision=kv_precision)
     assert loaded.kv_type is not None
     _compare(loaded)
 
@@ -84,10 +77,8 @@ def _compare(loaded: LoadedModel) -> None:
 
 
 def test_tokens_go_alone_where_the_library_computes(tmp_path: Path) -> None:
-    loaded = _load(tiny_checkpoint("qwen3_moe", tmp_path))
-    try:
+    with opened_model(tiny_checkpoint("qwen3_moe", tmp_path), threads=2) as loaded:
         step = TokenStep.of(loaded.model)
-        assert step is not None
         assert step.takes_rows(MOST_ROWS)
         assert not step.takes_rows(MOST_ROWS + 1)
         handle = loaded.model.model.layers[0].register_forward_hook(lambda *_: None)
@@ -95,5 +86,3 @@ def test_tokens_go_alone_where_the_library_computes(tmp_path: Path) -> None:
         handle.remove()
         route_in_library(loaded.model)
         assert not step.takes_rows(2)
-    finally:
-        loaded.close()

@@ -7,15 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from engine.common.config import EngineConfig, SamplingParams
+from engine.common.config import SamplingParams
 from engine.kernels.native.build import library_path
-from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.prefix_cache.store import PrefixCache
 from engine.runtime.schedule.request import BatchRequest
 from engine.runtime.schedule.scheduler import Scheduler
 from tests.combinations import some
-from tests.engine.loaded_tiny import NO_END, random_prompt
+from tests.engine.loaded_tiny import NO_END, opened_model, random_prompt
 from tests.engine.single_streams import Alone, answered_together
 from tests.engine.test_kept_prefixes import CHAT, ROOT, files_in
 from tests.engine.tiny_families import tiny_checkpoint
@@ -38,10 +37,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
     folder = tmp_path_factory.mktemp(request.param)
     path = tiny_checkpoint(request.param, folder, dtype=torch.bfloat16, **FAMILIES[request.param])
-    config = EngineConfig(str(path), precision="bf16", threads=2, device="cpu")
-    model = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
-    yield model
-    model.close()
+    with opened_model(path, threads=2) as model:
+        yield model
 
 
 def _request(ids: Sequence[int], seed: int | None, number: int = 0, tokens: int = TOKENS) -> BatchRequest:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.bench.opened import OneSequence
-from engine.common.config import EngineConfig, SamplingParams
+from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.jobs.rows import BatchOutcome
 from engine.kernels.native.build import library_path
@@ -22,7 +22,6 @@ from engine.runtime.decode.beam_search import beam_search
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.paged_steps import PagedSteps
 from engine.runtime.kv.paged_cache import PagedCaches
-from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.continuous_batch import ContinuousBatch
 from engine.runtime.schedule.executor import BatchExecutor
@@ -30,7 +29,7 @@ from engine.runtime.schedule.request import BatchRequest, Outcome
 from engine.runtime.schedule.row import PagedRow
 from engine.runtime.schedule.scheduler import Scheduler
 from engine.runtime.schedule.times import Times
-from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_loaded
+from tests.engine.loaded_tiny import NO_END, opened_model, random_prompt, spread, tiny_loaded
 from tests.engine.single_streams import Alone, answered_together, search_over
 from tests.engine.tiny_families import tiny_checkpoint
 
@@ -68,7 +67,6 @@ class Asked:
 
     def check(self, alone: Alone) -> None:
         (end,) = self.ends
-        assert isinstance(end, GenerationResult)
         expected = alone.generate_from_ids(self.ids, self.sampling, end_ids=NO_END)
         count = min(self.most, self.cancel_after or self.most)
         assert end.token_ids == expected.token_ids[:count]
@@ -198,7 +196,6 @@ def test_what_cannot_share_steps_takes_turns(family: str, changed: dict[str, Any
         scheduler = Scheduler(loaded)
         if pages:
             turns = scheduler._batch
-            assert turns is not None
             assert turns.model.are_packed is ((family, changed) in _BY_LENGTH)
             scheduler._batch = ContinuousBatch(turns.model, turns._policy, pages, exact=True)
         order.clear()
@@ -295,7 +292,6 @@ def test_who_waits_for_a_place_may_leave(monkeypatch: pytest.MonkeyPatch) -> Non
     scheduler.submit(replace(first, cancelled=lambda: len(written) >= 3), ended)
     scheduler.serve()
     (end,) = ends
-    assert isinstance(end, GenerationResult)
     assert (end.finish_reason, told, len(written)) == ("cancelled", [3], 9)
 
 
@@ -342,17 +338,11 @@ _QUICK = [
 def quick(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[LoadedModel]:
     """A model whose steps and sweeps the kernels compute."""
 
-    def spread(model: torch.nn.Module) -> None:
-        with torch.no_grad():
-            model.get_output_embeddings().weight.mul_(40)  # type: ignore[operator,union-attr]
-
     family, kv_precision = request.param
     folder = tmp_path_factory.mktemp("moving") / "model"
     path: Path = tiny_checkpoint(family, folder, prepare=spread, **_INDEX.get(family, {}))
-    config = EngineConfig(str(path), device="cpu", precision="bf16", threads=1, kv_precision=kv_precision)
-    model = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
-    yield model
-    model.close()
+    with opened_model(path, kv_precision=kv_precision) as model:
+        yield model
 
 
 @pytest.mark.takes_turns(3)
@@ -395,14 +385,12 @@ def test_an_answer_that_gets_company_is_what_it_is_alone(
     assert read == [prompt] * 3
     for number in (0, 2, 4):
         end = ends[number]
-        assert isinstance(end, GenerationResult)
         assert end.token_ids == Alone(quick).answer(request(number)).token_ids
     _is_empty(scheduler)
 
 
 def _is_empty(scheduler: Scheduler) -> None:
     pool = scheduler._batch.pool if scheduler._batch is not None else None
-    assert pool is not None
     assert pool.held == 0
     assert pool.reserve(pool.capacity)
     scheduler.close()
@@ -428,7 +416,6 @@ def test_beams_are_forks_of_pages_and_share_steps(
         return BatchRequest(0, ids=tuple(random_prompt(prompt, seed=number % 3)), sampling=sampling, end_ids=NO_END)
 
     scheduler, ends = Scheduler(quick), dict[int, Outcome]()
-    assert scheduler._batch is not None
     scheduler._batch.free()
     policy = scheduler._batch._policy
     model = PackedModel(quick, policy)
@@ -444,7 +431,6 @@ def test_beams_are_forks_of_pages_and_share_steps(
             assert end.code is ErrorCode.NOT_ENOUGH_MEMORY
             assert least + beams * (2 + most // PAGE_TOKENS) > pages
             continue
-        assert isinstance(end, GenerationResult)
         assert end.token_ids == alone.answer(request(number)).token_ids
         alone.close()
 

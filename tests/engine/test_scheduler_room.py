@@ -7,19 +7,18 @@ from typing import Any
 
 import pytest
 
-from engine.common.config import EngineConfig, SamplingParams
-from engine.common.errors import EngineError, ErrorCode
+from engine.common.config import SamplingParams
+from engine.common.errors import ErrorCode
 from engine.kernels.native.paged_attention import PAGE_TOKENS
 from engine.runtime.batch.packed_sweep import PackedModel, Work
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.sequence import Sequence
-from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.continuous_batch import ContinuousBatch, RowSource
 from engine.runtime.schedule.request import BatchRequest, Outcome, Preparation
 from engine.runtime.schedule.scheduler import Scheduler
-from tests.engine.loaded_tiny import NO_END, random_prompt
+from tests.engine.loaded_tiny import NO_END, opened_model, random_prompt
 from tests.engine.single_streams import Alone
 from tests.engine.tiny_families import tiny_checkpoint
 
@@ -30,10 +29,8 @@ POLICY = BatchPolicy(rows=5, kv_bytes=2**22, sweep_tokens=30, micro_batch_tokens
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
     """A model whose keys and values move between its own cache and pages."""
     path: Path = tiny_checkpoint("qwen3_moe", tmp_path_factory.mktemp("room") / "model")
-    config = EngineConfig(str(path), device="cpu", precision="bf16", threads=1)
-    model = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
-    yield model
-    model.close()
+    with opened_model(path) as model:
+        yield model
 
 
 def asked_for(number: int, shape: tuple[int, int]) -> BatchRequest:
@@ -103,10 +100,8 @@ def test_a_sweep_without_memory_is_tried_again_with_less(
     alone = Alone(mixtral)
     for number, end in ends.items():
         if how == "one request" and number == 3:
-            assert isinstance(end, EngineError)
             assert end.code is ErrorCode.NOT_ENOUGH_MEMORY
             continue
-        assert isinstance(end, GenerationResult)
         ids = asked_for(number, (9 if number == 3 else 60, 12)).ids
         expected = alone.generate_from_ids(ids, SamplingParams(max_tokens=12), end_ids=NO_END)
         assert end.token_ids == expected.token_ids

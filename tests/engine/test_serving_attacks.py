@@ -31,7 +31,8 @@ from engine.serving.server import Address, Server, own_certificate
 from engine.serving.service import Service
 from engine.untrusted_text.child import _clearly_more
 from tests import plain_http
-from tests.engine.test_serving import HELLO, HI, TinyEngine, _until
+from tests.engine.test_serving import HELLO, HI, TinyEngine
+from tests.refusals import until
 from tests.scripted_broker import ScriptedBroker, made_up_models
 
 KEY = {"authorization": "Bearer 0123456789"}
@@ -113,7 +114,7 @@ def test_strangers_keep_nobody_out(number: int, opening: bytes, many_files: None
         lines = stream.iter_lines()
         assert "data" in next(lines)
         strangers = server.attack(number, opening)
-        _until(lambda: still_connected(strangers) <= connections.MOST_CONNECTIONS // 2)
+        until(lambda: still_connected(strangers) <= connections.MOST_CONNECTIONS // 2)
         for _ in range(3):
             assert plain_http.get(f"{server.url}/v1/models", headers=KEY, timeout=30).status_code == 200
             server.attack(50, opening)
@@ -128,9 +129,9 @@ def test_those_of_one_address_make_room_for_each_other_first(many_files: None, m
     with Guarded() as server:
         (neighbour,) = server.attack(1, host="127.0.0.2")
         crowd = server.attack(100)
-        _until(lambda: still_connected(crowd) == 20)
+        until(lambda: still_connected(crowd) == 20)
         others = [one for host in range(3, 9) for one in server.attack(8, host=f"127.0.0.{host}")]
-        _until(lambda: still_connected(crowd) < 8 and still_connected(others) + still_connected(crowd) == 39)
+        until(lambda: still_connected(crowd) < 8 and still_connected(others) + still_connected(crowd) == 39)
         assert still_connected([neighbour]) == 1
         assert server.chat().status_code == 200
 
@@ -167,8 +168,8 @@ def test_all_unfinished_bodies_together_have_a_limit(monkeypatch: pytest.MonkeyP
         def is_taken() -> bool:
             return plain_http.post(f"{server.url}/v1/chat/completions", json=large, headers=KEY).status_code == 200
 
-        _until(is_taken)
-        _until(is_taken)  # what was held is free again
+        until(is_taken)
+        until(is_taken)  # what was held is free again
 
 
 def test_who_has_no_key_is_refused_before_the_body_is_there() -> None:
@@ -188,7 +189,7 @@ def test_who_finds_all_places_taken_is_told_so(monkeypatch: pytest.MonkeyPatch) 
         answer = server.chat()
         assert (answer.status_code, "as many clients as it can" in answer.text) == (503, True)
         server.broker.tickets[0].tell(Finished("", "stop", 3, 0, 1))
-        _until(lambda: plain_http.get(f"{server.url}/v1/models", headers=KEY).status_code == 200)
+        until(lambda: plain_http.get(f"{server.url}/v1/models", headers=KEY).status_code == 200)
         for ticket in server.broker.tickets[1:]:  # or the server would give them time as it stops
             ticket.tell(Finished("", "stop", 3, 0, 1))
 
@@ -348,7 +349,7 @@ def test_streams_go_on_while_another_prompt_becomes_tokens(monkeypatch: pytest.M
     broker.start()
     ticket = broker.ask(Ask(Path("mixtral"), HI, sampling={"max_tokens": 240}), on_stream)
     try:
-        _until(lambda: long and counted)
+        until(lambda: long and counted)
         assert isinstance(long[0], Failed)
         assert "about" in long[0].error.message
         assert "tokens long" in long[0].error.message
@@ -366,7 +367,7 @@ def test_a_model_that_goes_ends_what_is_becoming_tokens(monkeypatch: pytest.Monk
 
     def read(rows: Preparation, messages: Any, cancelled: Callable[[], bool], *given: Any) -> list[int]:
         at_work.set()
-        _until(cancelled)
+        until(cancelled)
         return prompt(rows, messages, cancelled, *given)
 
     monkeypatch.setattr(Preparation, "prompt", read)

@@ -19,7 +19,8 @@ import psutil
 import pytest
 
 from tests.engine.test_serve_verb import served
-from tests.engine.test_serving import HELLO, Running, _until, serving
+from tests.engine.test_serving import HELLO, Running, serving
+from tests.refusals import until
 from tests.starter import starter_for_tests
 
 pytestmark = pytest.mark.exhaustive
@@ -69,17 +70,17 @@ def test_a_thousand_that_misbehave_leave_nothing_behind() -> None:
             assert running.chat().status_code == 200
             with ThreadPoolExecutor(24) as pool:
                 list(pool.map(lambda number: _misbehave(running.port, number), range(200)))
-                _until(lambda: _is_idle(running))
+                until(lambda: _is_idle(running))
                 before = psutil.Process().memory_info().rss
                 served = [pool.submit(lambda: running.chat(max_tokens=8).status_code) for _ in range(40)]
                 rude = [pool.submit(_misbehave, running.port, number) for number in range(200, MISBEHAVING)]
                 assert {each.result() for each in served} == {200}
                 for each in rude:
                     each.result()
-            _until(lambda: _is_idle(running))
+            until(lambda: _is_idle(running))
             together = running.engine.scheduler._batch
             assert together is not None
-            _until(lambda: together.pool.held == 0)
+            until(lambda: together.pool.held == 0)
             assert running.chat().status_code == 200
             grown = psutil.Process().memory_info().rss - before
             assert grown < 100 * 2**20, f"{grown / 2**20:.0f} MiB more"

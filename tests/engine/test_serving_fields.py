@@ -18,9 +18,10 @@ from engine.protocol import Ask
 from engine.serving.server import Address, Server
 from engine.serving.service import Service
 from tests import plain_http
-from tests.engine.test_serving import HELLO, TOOL, Running, _until, serving
+from tests.engine.test_serving import HELLO, TOOL, Running, serving
 from tests.engine.test_serving_bad_input import GOOD, PATHS, check_error
 from tests.made_pictures import MADE, coloured, endless, file_of, png_of
+from tests.refusals import until
 from tests.scripted_broker import ScriptedBroker, made_up_models
 from tests.tiny_checkpoint import write_tiny_checkpoint
 
@@ -417,16 +418,16 @@ def test_a_model_goes_or_stays_when_it_was_said() -> None:
 
     with serving() as running:
         ask(running, keep_alive=0)
-        _until(lambda: running.broker.state.model is None)
+        until(lambda: running.broker.state.model is None)
         ask(running)
         ask(running, keep_alive="1ms")
-        _until(lambda: running.broker.state.model is None)
+        until(lambda: running.broker.state.model is None)
     with serving(idle_s=0.001) as running:
         ask(running, keep_alive=-1)
         ask(running)  # says nothing: what was said holds
         assert running.engine.loads == ["mixtral"]
         ask(running, keep_alive=0)
-        _until(lambda: running.broker.state.model is None)
+        until(lambda: running.broker.state.model is None)
     with serving(idle_s=threading.TIMEOUT_MAX * 2) as running:  # longer than the system can wait
         for _ in range(3):
             ask(running)

@@ -2,7 +2,9 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.common.config import SamplingParams
 from engine.common.errors import EngineError
 from engine.common.falls import FALLS
 from engine.devices.device import Device
@@ -44,14 +45,14 @@ from engine.runtime.batch.pipeline.device_attention import heads_of
 from engine.runtime.batch.pipeline.device_pipeline import DevicePipeline
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.schedule.executor import BatchExecutor
-from engine.runtime.schedule.request import BatchRequest
 from tests.engine.hybrid_layers import EVEN, EXPERTS, KINDS, LAYERS, routing
-from tests.engine.loaded_tiny import NO_END, random_prompt
 from tests.engine.on_devices import PROMPT, answer, chatting, opened, reference, share_misses
+from tests.engine.single_streams import answers_of, rows_of
 from tests.engine.test_disk_backed import least_budget
 from tests.engine.test_expert_kernels import layer_of
 from tests.engine.tiny_families import tiny_checkpoint
+
+_rows = partial(rows_of, [1, 40, 90, 12, 33, 7, 64], 5)
 
 
 class Uses:
@@ -165,8 +166,7 @@ def four() -> Iterator[list[Device]]:
 def test_sums_are_those_of_the_definition(
     four: list[Device], count: int, cuts: list[int], kind: str, mode: str, slots: int, steps: list[int]
 ) -> None:
-    shared = Shared(four[:count], sorted(cuts[: count - 1]), kind, slots, mode)
-    try:
+    with closing(Shared(four[:count], sorted(cuts[: count - 1]), kind, slots, mode)) as shared:
         generator = torch.Generator().manual_seed(sum(steps))
         for tokens in steps:
             for layer in range(LAYERS):
@@ -175,8 +175,6 @@ def test_sums_are_those_of_the_definition(
                 if tokens <= 64:
                     used = sorted(set(given[1].flatten().tolist()) - {EXPERTS})
                     assert shared.uses.seen[-1] == (layer, used)
-    finally:
-        shared.close()
 
 
 @pytest.mark.parametrize("tokens", [1, 80])
@@ -254,28 +252,14 @@ def test_tokens_are_those_of_transformers(
         assert all(lookups)
 
 
-def _rows() -> list[BatchRequest]:
-    sampling = SamplingParams(max_tokens=5)
-    return [
-        BatchRequest(row, ids=tuple(random_prompt(length, seed=row)), sampling=sampling, end_ids=NO_END)
-        for row, length in enumerate([1, 40, 90, 12, 33, 7, 64])
-    ]
-
-
 def _batched(
     loaded: LoadedModel,
     schedule: Schedule | None,
     on_text: Callable[[str, int], None] = lambda _text, _count: None,
     **more: Any,
 ) -> dict[int, tuple[int, ...]]:
-    answers: dict[int, tuple[int, ...]] = {}
     policy = BatchPolicy(rows=8, kv_bytes=2**22, sweep_tokens=120, micro_batch_rows=2, schedule=schedule, **more)
-    executor = BatchExecutor(loaded, policy)
-    try:
-        asked = iter([replace(row, on_text=on_text) for row in _rows()])
-        executor.run(asked, lambda answer: answers.__setitem__(answer.row, answer.token_ids))
-    finally:
-        executor.close()
+    answers = answers_of(loaded, [replace(row, on_text=on_text) for row in _rows()], policy)
     assert {len(ids) for ids in answers.values()} == {5}
     return answers
 
@@ -301,7 +285,6 @@ def test_batches_on_several_cards_give_the_same_answers(
     with opened(folder, devices, sharing="experts", cache_slots=3) as loaded:
         assert _batched(loaded, schedule) == wanted
         assert FALLS.note == ""
-        assert loaded.devices is not None
         used = [device.memory.use() for device in loaded.devices.devices]
         assert all(use.by_category[MemoryCategory.EXPERTS] for use in used)
 
@@ -323,7 +306,6 @@ def test_experts_on_disk_are_shared_too(schedule: Schedule, checkpoints: Path) -
 
 def _most_held(monkeypatch: pytest.MonkeyPatch, loaded: LoadedModel, category: MemoryCategory) -> list[int]:
     """Bytes of each card, at most, in any sweep from now on."""
-    assert loaded.devices is not None
     cards, sweep = loaded.devices.devices, DevicePipeline.sweep
     most = [0] * len(cards)
 
@@ -380,7 +362,6 @@ def test_one_of_the_cards_that_fills_up_in_mid_job_changes_no_answer(
     with opened(folder, 0) as loaded:
         wanted = _batched(loaded, HYBRID)
     with opened(folder, 2, sharing="experts", cache_slots=3) as loaded:
-        assert loaded.devices is not None
         card, written = loaded.devices.devices[number], [0]
         total = card.memory.total
 
@@ -401,7 +382,6 @@ def test_pages_that_one_of_the_cards_has_no_room_for_stay_in_ram(checkpoints: Pa
     with opened(folder, 0) as loaded:
         wanted = _batched(loaded, HYBRID)
     with opened(folder, 2, sharing="experts", cache_slots=3) as loaded:
-        assert loaded.devices is not None
         second = loaded.devices.devices[1].memory
         total = second.total
         second.limit(second.use().used + 2**16)

@@ -5,6 +5,7 @@ import math
 import random
 import statistics
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -36,11 +37,11 @@ from engine.runtime.batch import job_plan
 from engine.runtime.batch.job_plan import PlanWatch
 from engine.runtime.batch.policy import BatchPolicy, policy_for
 from engine.runtime.engine import Engine
-from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.executor import BatchExecutor
 from engine.runtime.schedule.request import BatchRequest
 from tests.combinations import some
+from tests.engine.loaded_tiny import open_model
 
 MODEL = "synthetic:qwen3-moe-small?layers=4&experts=96&vocab=512"
 CARD = "link25-8gb"
@@ -77,7 +78,7 @@ def opened(
     folder: Path, cards: int, misses: Misses = "mixed", sharing: Sharing = "experts", slots: int = 0
 ) -> LoadedModel:
     config = config_of(folder, cards, misses, sharing, slots)
-    return load_model(config, on_progress=lambda _done, _all: None, cancelled=lambda: False)
+    return open_model(config)
 
 
 def job_s(loaded: LoadedModel, schedule: Schedule, tokens: int) -> float:
@@ -93,13 +94,10 @@ def job_s(loaded: LoadedModel, schedule: Schedule, tokens: int) -> float:
         )
         for row in range(ROWS)
     ]
-    executor = BatchExecutor(loaded, policy)
-    try:
+    with closing(BatchExecutor(loaded, policy)) as executor:
         begun_s = clock.now()
         executor.run(iter(rows), lambda _answer: None)
         return clock.now() - begun_s
-    finally:
-        executor.close()
 
 
 def sweep_s(loaded: LoadedModel, schedule: Schedule) -> float:
@@ -175,7 +173,6 @@ def test_schedules_with_attention_on_the_card_take_as_long_as_planned(
 def test_what_sweeps_take_counts_more_than_what_the_planner_knew(folder: Path) -> None:
     machine = machine_of(1)
     gpu, cpu, calls = machine.gpu, machine.cpu, machine.calls
-    assert gpu is not None
     said = replace(
         machine,
         gpu=replace(gpu, bytes_per_s=4 * gpu.bytes_per_s, flops=4 * gpu.flops),
@@ -241,21 +238,15 @@ def test_chats_and_prompts_take_as_long_as_planned(
     has seen before."""
     text, prompts = random_text(300, SHORT, STEPS), {}
     if slots:
-        loaded = opened(folder, cards, misses, sharing, slots)
-        try:
+        with closing(opened(folder, cards, misses, sharing, slots)) as loaded:
             decode_seconds(loaded, text)
-        finally:
-            loaded.close()
-    loaded = opened(folder, cards, misses, sharing, slots)
-    try:
+    with closing(opened(folder, cards, misses, sharing, slots)) as loaded:
         step_s = statistics.fmean(decode_seconds(loaded, text))
         for count in (SHORT, LONG):
             for seed in range(2):  # what is measured while running settles
                 prompt = random_text(300, count, 1, seed).prompt
                 took_s = prefill_seconds(loaded, prompt)
             prompts[count] = took_s, routing_of(loaded, prompt)
-    finally:
-        loaded.close()
     shape, config = find_shape(str(folder)), config_of(folder, cards, misses, sharing, slots)
     for count, (took_s, routing) in prompts.items():
         found = predict_decode(machine_of(cards), shape, config, prompt_tokens=count, tokens=STEPS, routing=routing)
@@ -278,7 +269,6 @@ def planned_rate(engine: Engine, rows: str, slower: float, monkeypatch: pytest.M
     assert engine._loaded is not None
     job = prepare(BatchJob(rows, f"{rows}.jsonl", sampling=SamplingParams(max_tokens=8)))
     found = job_plan.plan_job(job, engine._loaded).prediction
-    assert found is not None
     return found.tokens_per_s
 
 
@@ -331,7 +321,7 @@ def found(loaded: LoadedModel, kind: Cost, factor: float) -> None:
 
 def test_rows_are_planned_again_only_where_another_plan_is_clearly_better(folder: Path) -> None:
     config = replace(config_of(folder, 1), cache_slots=None, vram_bytes=300 * 2**20)
-    loaded, shape = load_model(config, on_progress=lambda *_: None, cancelled=lambda: False), find_shape(str(folder))
+    loaded, shape = open_model(config), find_shape(str(folder))
     try:
         rows = JobRows(300, 300, 64)
         for kind, factor, said in (
@@ -342,14 +332,12 @@ def test_rows_are_planned_again_only_where_another_plan_is_clearly_better(folder
             (Cost.H2D, 1.3, ""),
         ):
             plan = job_plan.plan_rows(rows, loaded, shape).batch
-            assert plan is not None
             watch = PlanWatch(plan, rows, loaded)
             assert watch() == ""
             found(loaded, kind, factor)
             assert watch() == (f"{said} the plan for rows had, so these are planned again." if said else "")
             assert watch() == ""
             better = job_plan.plan_rows(rows, loaded, shape).batch
-            assert better is not None
             assert (better.decode, better.sequences, better.micro_batch) != (
                 plan.decode,
                 plan.sequences,
@@ -363,12 +351,11 @@ def test_rows_are_planned_again_only_where_another_plan_is_clearly_better(folder
 
 def test_rows_are_planned_again_once_they_no_longer_wait_for_the_disk(folder: Path) -> None:
     config = replace(config_of(folder, 1), cache_slots=None, vram_bytes=300 * 2**20, ram_bytes=150 * 2**20)
-    loaded, shape = load_model(config, on_progress=lambda *_: None, cancelled=lambda: False), find_shape(str(folder))
+    loaded, shape = open_model(config), find_shape(str(folder))
     known, _ = job_plan._machine_of(loaded, shape, job_plan.probe())
     rows = JobRows(100, 100, 100)
 
     def reading_takes(factor: float) -> None:
-        assert loaded.disk_backed is not None
         disk = loaded.disk_backed.disk
         disk.bytes_read = 2**30
         disk._busy_s = factor * disk.bytes_read / known.disk_bytes_per_s
@@ -376,7 +363,6 @@ def test_rows_are_planned_again_once_they_no_longer_wait_for_the_disk(folder: Pa
     try:
         reading_takes(10)
         slow = job_plan.plan_rows(rows, loaded, shape).batch
-        assert slow is not None
         watch = PlanWatch(slow, rows, loaded)
         assert watch() == ""
         reading_takes(100)  # whatever the plan, they wait for it
@@ -384,7 +370,6 @@ def test_rows_are_planned_again_once_they_no_longer_wait_for_the_disk(folder: Pa
         reading_takes(0.05)
         assert watch().startswith("Reads from disk take 0.0005 times as long as the plan for rows had")
         fast = job_plan.plan_rows(rows, loaded, shape).batch
-        assert fast is not None
         assert fast.tokens_per_s > 10 * slow.tokens_per_s
         assert PlanWatch(fast, rows, loaded)() == ""
     finally:

@@ -11,17 +11,16 @@ import torch
 
 from engine.batch_files.rows import Constraint
 from engine.common import clock
-from engine.common.config import EngineConfig, SamplingParams
+from engine.common.config import SamplingParams
 from engine.kernels.native.build import library_path
 from engine.runtime.decode.constrained import ConstrainedAnswers
 from engine.runtime.decode.generation import BatchRequest, ChanceLog, GenerationResult
 from engine.runtime.decode.sequence import Sequence as Answer
 from engine.runtime.decode.speculation import Guess, Speculation, StepPrices
-from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.telemetry.lanes import DECODE
 from engine.telemetry.recorder import RECORDER
-from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_tokenizer
+from tests.engine.loaded_tiny import NO_END, open_model, random_prompt, spread, tiny_tokenizer
 from tests.engine.single_streams import Alone
 from tests.engine.tiny_families import tiny_checkpoint
 
@@ -285,15 +284,8 @@ def test_a_drafter_that_takes_time_is_asked_only_as_far_as_that_may_be_lost(
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
     """With keys and values as the model has them, and in int8."""
 
-    def spread(model: Any) -> None:
-        with torch.no_grad():
-            model.get_output_embeddings().weight.mul_(40)
-
     path: Path = tiny_checkpoint("qwen3_moe", tmp_path_factory.mktemp("guessing") / "model", prepare=spread)
-    config = EngineConfig(
-        str(path), device="cpu", precision="int8", threads=2, speculation="auto", kv_precision=request.param
-    )
-    model = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
+    model = open_model(path, "int8", threads=2, speculation="auto", kv_precision=request.param)
     assert (model.kv_type is None) == (request.param == "auto")
     yield model
     model.close()

@@ -36,7 +36,6 @@ def _pull() -> subprocess.Popen[str]:
 
 
 def _wait_until_it_works(pull: subprocess.Popen[str]) -> None:
-    assert pull.stderr is not None
     assert "%" in pull.stderr.readline()
 
 

@@ -13,10 +13,10 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from engine.checkpoint.library import verify
 from engine.checkpoint.starter.package import extract_member, read_recipe
-from engine.common.config import EngineConfig, SamplingParams
+from engine.common.config import SamplingParams
 from engine.protocol import ChatMessage
-from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
+from tests.engine.loaded_tiny import opened_model
 from tests.engine.single_streams import Alone
 from tests.starter import lasting_wheel
 
@@ -38,20 +38,14 @@ def ids(starter: Path) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def loaded(starter: Path) -> Iterator[LoadedModel]:
     """The starter in our engine, in float32 so that only arithmetic order can differ."""
-    model = _load(starter)
-    yield model
-    model.close()
+    with opened_model(starter, "fp32") as model:
+        yield model
 
 
 @pytest.fixture(scope="module")
 def reference(starter: Path) -> Any:
     """The starter in transformers' own Mixtral, float32."""
     return MixtralForCausalLM.from_pretrained(starter, dtype=torch.float32, experts_implementation="eager").eval()
-
-
-def _load(path: Path, precision: str = "fp32") -> LoadedModel:
-    config = EngineConfig(model=str(path), device="cpu", precision=precision, threads=1)
-    return load_model(config, on_progress=lambda *_: None, cancelled=lambda: False)
 
 
 def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -116,12 +110,9 @@ def test_with_all_experts_active_our_engine_reproduces_the_dense_parent(
     dense_parent: Path, all_experts_active: Path, ids: torch.Tensor
 ) -> None:
     dense = LlamaForCausalLM.from_pretrained(dense_parent, dtype=torch.float32).eval()
-    moe = _load(all_experts_active)
-    try:
+    with opened_model(all_experts_active, "fp32") as moe:
         torch.testing.assert_close(_logits(moe.model, ids), _logits(dense, ids), atol=1e-3, rtol=0)
         assert _greedy(moe.model, ids) == _greedy(dense, ids)
-    finally:
-        moe.close()
 
 
 def test_logits_match_transformers(loaded: LoadedModel, reference: Any, ids: torch.Tensor) -> None:
@@ -130,11 +121,8 @@ def test_logits_match_transformers(loaded: LoadedModel, reference: Any, ids: tor
 
 def test_answer_names_paris(starter: Path, loaded: LoadedModel) -> None:
     assert "Paris" in _answer(loaded, QUESTION, SamplingParams(max_tokens=16))
-    in_bf16 = _load(starter, "bf16")
-    try:
+    with opened_model(starter, "bf16") as in_bf16:
         assert "Paris" in _answer(in_bf16, QUESTION, SamplingParams(max_tokens=16, repetition_penalty=1.1))
-    finally:
-        in_bf16.close()
 
 
 def test_changed_copy_is_noticed(starter: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.common.config import EngineConfig, SamplingParams
+from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.jobs.rows import BatchOutcome
 from engine.kernels.native.build import library_path
@@ -25,7 +25,6 @@ from engine.runtime.decode.beam_search import beam_search
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.paged_steps import PagedSteps
 from engine.runtime.decode.speculation import Guess
-from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.prefix_cache.blocks import BlockLayout
 from engine.runtime.prefix_cache.files import SpillFiles
@@ -34,7 +33,7 @@ from engine.runtime.schedule.continuous_batch import ContinuousBatch
 from engine.runtime.schedule.executor import AHEAD_TOKENS, BatchExecutor
 from engine.runtime.schedule.request import BatchRequest, Outcome
 from engine.runtime.schedule.scheduler import Scheduler
-from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt, tiny_loaded
+from tests.engine.loaded_tiny import NO_END, library_tokens, open_model, random_prompt, spread, tiny_loaded
 from tests.engine.single_streams import Alone, search_over
 from tests.engine.test_background import Job, row, serve
 from tests.engine.test_kept_prefixes import (
@@ -95,14 +94,9 @@ def loaded(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
         yield model
         return
 
-    def spread(model: torch.nn.Module) -> None:
-        with torch.no_grad():
-            model.get_output_embeddings().weight.mul_(40)  # type: ignore[operator,union-attr]
-
     folder = tmp_path_factory.mktemp("states") / "model"
     path = tiny_checkpoint(request.param, folder, prepare=spread, **lengths)
-    config = EngineConfig(str(path), device="cpu", precision="bf16", threads=1, speculation="text")
-    model = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
+    model = open_model(path, speculation="text")
     model.kept = None
     yield model
     model.close()
@@ -111,7 +105,6 @@ def loaded(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
 def lane_of(scheduler: Scheduler) -> ContinuousBatch:
     """Where all requests are answered."""
     lane = scheduler._batch
-    assert lane is not None
     assert lane.exact is not None
     return lane
 
@@ -371,7 +364,6 @@ def test_chats_beside_rows_of_a_file_take_part_in_their_sweeps(loaded: LoadedMod
     assert job.outcomes == [BatchOutcome.FINISHED]
     assert len(ends) == 3
     for number, answer in [*job.answers.items(), *ends.items()]:
-        assert isinstance(answer, GenerationResult)
         asked = row(number, 60, 20) if answer.generated_tokens == 20 else job.rows[number]
         assert_same_but_for_a_near_tie(loaded, asked.ids, answer.token_ids, Alone(loaded).answer(asked).token_ids)
     close(scheduler)

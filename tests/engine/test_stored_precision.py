@@ -22,8 +22,9 @@ from engine.kernels.repack import Blocks, repack
 from engine.runtime.fast_path.grouped_attention import GroupedAttention
 from engine.runtime.load import records as making
 from engine.runtime.load.model import load_model
+from tests.engine.loaded_tiny import opened_model
 from tests.engine.test_disk_backed import on_disk
-from tests.engine.test_family_parity import decoded_logits, greedy, loaded, logits
+from tests.engine.test_family_parity import decoded_logits, greedy, logits
 from tests.engine.tiny_families import tiny_checkpoint
 from tests.k_quants import quantise_k
 from tests.tiny_gguf import write_model
@@ -89,11 +90,10 @@ def near(ours: torch.Tensor, exact: torch.Tensor) -> bool:
 
 
 def test_each_matrix_is_in_the_format_that_keeps_it(file: Path) -> None:
-    with loaded(file, "fp32") as exact, torch.no_grad():
+    with opened_model(file, "fp32") as exact, torch.no_grad():
         wanted = logits(exact.model)
-    with loaded(file, "auto") as model, torch.no_grad():
+    with opened_model(file, "auto") as model, torch.no_grad():
         assert model.info.precision == STORED
-        assert model.bank is not None
         for index, (layer, layout) in enumerate(zip(model.bank.layers.values(), layouts(model.bank), strict=True)):
             assert {name: each.name for name, each in layout.tiled} == FORMATS[index]
             for expert in (0, layer.num_experts - 1):
@@ -102,7 +102,7 @@ def test_each_matrix_is_in_the_format_that_keeps_it(file: Path) -> None:
                     assert torch.equal(dequantise(ours), dequantise(expected(file, name, ours.shape, index, expert)))
         assert near(logits(model.model), wanted)
         tokens = greedy(model.model, 8)
-    with loaded(file, "bf16") as plain, torch.no_grad():
+    with opened_model(file, "bf16") as plain, torch.no_grad():
         assert near(logits(plain.model), wanted)
         assert tokens.shape == greedy(plain.model, 8).shape
 
@@ -111,7 +111,7 @@ def test_dense_layers_keep_their_codes(tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 512, "head_dim": 64, "num_key_value_heads": 4}
     folder = tiny_checkpoint("llama", tmp_path / "checkpoint", **sizes)  # rows of queries and keys in another order
     file = write_model(folder, tmp_path / "model.gguf", "llama", quantised=type_of)
-    with loaded(file, "fp32") as exact, loaded(file, "auto") as model, torch.no_grad():
+    with opened_model(file, "fp32") as exact, opened_model(file, "auto") as model, torch.no_grad():
         assert model.info.precision == STORED
         forwards = {name: module.__dict__.get("forward") for name, module in model.model.named_modules()}
         kept = {name: each for name, each in forwards.items() if isinstance(each, QuantisedLinear)}
@@ -182,7 +182,7 @@ def test_loading_takes_little_more_memory_than_the_model(tmp_path: Path) -> None
     }
     folder = tiny_checkpoint("llama", tmp_path / "checkpoint", **sizes)
     file = write_model(folder, tmp_path / "model.gguf", "llama", quantised=lambda _name: "Q4_0")
-    with loaded(file, "auto"):
+    with opened_model(file, "auto"):
         pass  # what is imported and kept from then on
 
     def memory(key: str) -> int:
@@ -191,7 +191,7 @@ def test_loading_takes_little_more_memory_than_the_model(tmp_path: Path) -> None
 
     Path("/proc/self/clear_refs").write_text("5")  # the most so far is forgotten
     before = memory("VmRSS")
-    with loaded(file, "auto") as model:
+    with opened_model(file, "auto") as model:
         assert model.info.precision == STORED
         in_bf16 = 2 * model.info.parameters
         # Two rooms for what is read; in bf16 alone, weights would take more.
@@ -199,7 +199,7 @@ def test_loading_takes_little_more_memory_than_the_model(tmp_path: Path) -> None
 
 
 def test_experts_are_the_same_from_disk(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with loaded(file, "auto") as in_ram, torch.no_grad():
+    with opened_model(file, "auto") as in_ram, torch.no_grad():
         wanted = logits(in_ram.model)
     with on_disk(monkeypatch, file, "auto") as model, torch.no_grad():
         assert model.info.precision == STORED
@@ -207,18 +207,18 @@ def test_experts_are_the_same_from_disk(file: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_experts_are_the_same_on_a_card(file: Path) -> None:
-    with loaded(file, "auto") as in_ram, torch.no_grad():
+    with opened_model(file, "auto") as in_ram, torch.no_grad():
         wanted = logits(in_ram.model)
-    with loaded(file, "auto", device="emulated:slow-link") as model, torch.no_grad():
+    with opened_model(file, "auto", device="emulated:slow-link") as model, torch.no_grad():
         assert model.info.precision == STORED
         assert near(logits(model.model), wanted.float())
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
 def test_another_precision_is_made_of_the_exact_values(file: Path, precision: str) -> None:
-    with loaded(file, "fp32") as exact, torch.no_grad():
+    with opened_model(file, "fp32") as exact, torch.no_grad():
         wanted = logits(exact.model)
-    with loaded(file, precision) as model, torch.no_grad():
+    with opened_model(file, precision) as model, torch.no_grad():
         assert model.info.precision == precision
         error = (logits(model.model).float() - wanted).norm() / wanted.norm()
         assert error < {"int8": 0.05, "int4": 0.2}[precision]
@@ -229,8 +229,7 @@ def test_few_bytes_are_read_at_once(file: Path, monkeypatch: pytest.MonkeyPatch)
     records = []
     for batch in (1, 2**30):
         monkeypatch.setattr(making, "_BATCH", batch)
-        with loaded(file, "auto") as model:
-            assert model.bank is not None
+        with opened_model(file, "auto") as model:
             records.append([layer.records.clone() for layer in model.bank.layers.values()])
     assert all(torch.equal(one, other) for one, other in zip(*records, strict=True))
 

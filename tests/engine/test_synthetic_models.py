@@ -8,11 +8,11 @@ import torch
 from engine.bench.opened import OneSequence, random_text, resolve_model
 from engine.checkpoint import synthetic as synthetic_module
 from engine.checkpoint.synthetic import SHAPES, Shape, is_synthetic, make_synthetic
-from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import cache_dir
-from engine.runtime.load.model import load_model
 from engine.runtime.telemetry.experts import RoutingRecorder
+from tests.engine.loaded_tiny import opened_model
+from tests.refusals import refused
 
 TINY = "synthetic:qwen3-moe-tiny"
 
@@ -31,8 +31,7 @@ def test_every_family_loads_and_stays_finite_over_a_long_context(
 ) -> None:
     monkeypatch.setitem(synthetic_module.SHAPES, "small", small(family))
     folder = make_synthetic("synthetic:small")
-    loaded = load_model(EngineConfig(str(folder), device="cpu"), on_progress=lambda *_: None, cancelled=lambda: False)
-    try:
+    with opened_model(folder, "auto") as loaded:
         assert loaded.info.family == family
         recorder = RoutingRecorder(loaded)
         recorder.begin_sequence()
@@ -42,24 +41,19 @@ def test_every_family_loads_and_stays_finite_over_a_long_context(
         assert logits.float().std() > 0.01
         sequence.close()
         assert recorder.save(tmp_path / "routing.npz") > 300
-    finally:
-        loaded.close()
 
 
 def test_other_tokens_choose_other_experts(tmp_path: Path) -> None:
     from engine.experts.replay import read_trace
 
     folder = make_synthetic(TINY)
-    loaded = load_model(EngineConfig(str(folder), device="cpu"), on_progress=lambda *_: None, cancelled=lambda: False)
-    try:
+    with opened_model(folder, "auto") as loaded:
         recorder = RoutingRecorder(loaded)
         recorder.begin_sequence()
         sequence = OneSequence(loaded)
         sequence.read(random_text(512, 200, 0).prompt)
         sequence.close()
         recorder.save(tmp_path / "routing.npz")
-    finally:
-        loaded.close()
     trace = read_trace(tmp_path / "routing.npz")
     for layer in range(trace.layers - 1):  # the last layer of a prompt may run for its last token only
         chosen = {tuple(sorted(token)) for token in trace.experts[:, layer].tolist()}
@@ -80,9 +74,8 @@ def test_it_is_made_once_and_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(synthetic_module, "write_safetensors", fail)
-    with pytest.raises(EngineError) as raised:
+    with refused(ErrorCode.DISK_FULL):
         make_synthetic(TINY + "?layers=1")
-    assert raised.value.code == ErrorCode.DISK_FULL
     assert [entry.name for entry in (cache_dir() / "synthetic").iterdir()] == [folder.name]
 
 
@@ -111,6 +104,5 @@ def test_nonsense_is_one_clear_sentence(model: str, words: str) -> None:
 
 def test_other_names_are_resolved_as_everywhere() -> None:
     assert not is_synthetic("starter")
-    with pytest.raises(EngineError) as raised:
+    with refused(ErrorCode.MODEL_NOT_FOUND):
         resolve_model("no-such-model", lambda _text: None)
-    assert raised.value.code == ErrorCode.MODEL_NOT_FOUND

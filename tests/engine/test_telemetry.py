@@ -16,7 +16,7 @@ import torch
 
 from engine import cli
 from engine.cli import main
-from engine.common.config import EngineConfig, SamplingParams
+from engine.common.config import SamplingParams
 from engine.common.errors import EngineError
 from engine.experts.replay import read_trace
 from engine.experts.shares import PromptChoice, PromptWay
@@ -24,7 +24,6 @@ from engine.hardware.profiles import DeviceProfile, lent
 from engine.planner.schedules import CGOPIPE, SCHEDULES, Schedule
 from engine.protocol import IN_RAM, IN_VRAM, ON_DISK
 from engine.runtime.batch.policy import BatchPolicy
-from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.telemetry.experts import RoutingRecorder
 from engine.runtime.telemetry.model_telemetry import ModelTelemetry
@@ -48,11 +47,11 @@ from engine.telemetry.recorder import RECORDER
 from engine.telemetry.records import Records, unpack
 from engine.telemetry.trace_export import collected, trace_events
 from tests.combinations import some
-from tests.engine.loaded_tiny import random_prompt
+from tests.engine.loaded_tiny import opened_model, random_prompt
 from tests.engine.on_devices import NEW_TOKENS, PROMPT, answer, chatting, opened, share_misses
 from tests.engine.recorded_runs import of_lane, recorded_batch, recorded_chat, total
 from tests.engine.single_streams import Alone
-from tests.engine.test_disk_backed import least_budget, loaded
+from tests.engine.test_disk_backed import least_budget
 from tests.engine.tiny_families import tiny_checkpoint, tiny_model
 from tests.unit.trace_format import check_trace
 
@@ -193,7 +192,6 @@ def test_the_map_knows_uses_hits_and_whereabouts(checkpoint: Path) -> None:
         model.devices.devices[0].synchronize()
         found, report = telemetry.expert_map(), telemetry.cache_report(collection.spans, collection.steps)
         telemetry.stop()
-        assert found is not None
         cache = model.devices.experts.caches[0][0]
         shape = len(found.layers), found.experts
         uses, hits = unpack(found.uses, U32).reshape(shape), unpack(found.hits, U32).reshape(shape)
@@ -216,7 +214,7 @@ def test_the_map_knows_uses_hits_and_whereabouts(checkpoint: Path) -> None:
 
 
 def test_reads_from_disk_are_the_banks_to_the_byte(checkpoint: Path) -> None:
-    with loaded(checkpoint, "fp32", ram_bytes=least_budget(checkpoint, "fp32")) as model:
+    with opened_model(checkpoint, "fp32", ram_bytes=least_budget(checkpoint, "fp32")) as model:
         read_before = model.disk_backed.disk.bytes_read
         collection, _ = recorded_chat(model, tokens=20)
         disk, ram = model.disk_backed.disk, model.disk_backed.counters
@@ -226,7 +224,6 @@ def test_reads_from_disk_are_the_banks_to_the_byte(checkpoint: Path) -> None:
         assert total(collection.steps, "ram_hits") == ram.hits
         telemetry = ModelTelemetry(model)
         found = telemetry.expert_map()
-        assert found is not None
         places = unpack(found.places, np.dtype("u1"))
         assert (places & ON_DISK).all()
         assert 0 < np.count_nonzero(places & IN_RAM) < len(places)
@@ -366,22 +363,14 @@ def test_a_trace_that_cannot_be_written_is_refused_at_once(
     assert "folder" in refusal["message"]
 
 
-def _load(path: Path, precision: str = "fp32") -> LoadedModel:
-    config = EngineConfig(str(path), precision=precision, threads=1)  # type: ignore[arg-type]
-    return load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
-
-
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
 def test_the_trace_is_what_the_routers_chose(family: str, tmp_path: Path) -> None:
-    loaded = _load(tiny_checkpoint(family, tmp_path / "model"))
-    try:
+    with opened_model(tiny_checkpoint(family, tmp_path / "model"), "fp32") as loaded:
         recorder = RoutingRecorder(loaded)
         recorder.begin_sequence()
         prompt = list(range(5, 17))
         answer = Alone(loaded).generate_from_ids(prompt, SamplingParams(max_tokens=6), end_ids=frozenset())
         tokens = recorder.save(tmp_path / "routing.npz")
-    finally:
-        loaded.close()
     trace = read_trace(tmp_path / "routing.npz")
     ids = [*prompt, *answer.token_ids[:-1]]  # the last token was chosen, but not read any more
     assert trace.tokens == tokens == len(ids)
@@ -398,26 +387,22 @@ def test_recording_does_not_change_the_answer(tmp_path: Path) -> None:
     path = tiny_checkpoint("qwen3_moe", tmp_path)
     answers = []
     for record in (False, True):
-        loaded = _load(path, "bf16")
-        try:
+        with opened_model(path, "bf16") as loaded:
             if record:
                 RoutingRecorder(loaded)
             done = Alone(loaded).generate_from_ids(
                 list(range(9, 30)), SamplingParams(max_tokens=8), end_ids=frozenset()
             )
             answers.append(done.token_ids[:4])
-        finally:
-            loaded.close()
     assert answers[0] == answers[1]
 
 
 def test_a_dense_model_routes_nothing(tmp_path: Path) -> None:
-    loaded = _load(tiny_checkpoint("llama", tmp_path))
-    try:
-        with pytest.raises(EngineError, match="no experts"):
-            RoutingRecorder(loaded)
-    finally:
-        loaded.close()
+    with (
+        opened_model(tiny_checkpoint("llama", tmp_path), "fp32") as loaded,
+        pytest.raises(EngineError, match="no experts"),
+    ):
+        RoutingRecorder(loaded)
 
 
 def test_the_verb_writes_a_trace_that_can_be_replayed(tmp_path: Path) -> None:

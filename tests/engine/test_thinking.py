@@ -167,7 +167,6 @@ def test_the_template_is_told_whether_to_think(
     prompts = list[str]()
     write_for(monkeypatch, lambda prompt: prompts.append(prompt) or "So.")  # type: ignore[func-returns-value]
     load(engine, folders["switched"])
-    assert engine.info is not None
     assert engine.info.thinking == ("off", "on")
     assert engine.info.thinks
     chosen: tuple[Thinking, ...] = ("auto", "off", "on", "high")

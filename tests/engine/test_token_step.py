@@ -1,12 +1,13 @@
 """A whole token's fast path against the library's model around the same layers: the same logits, bit by bit."""
 
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
 
-from engine.common.config import EngineConfig
 from engine.common.errors import never_cancelled
 from engine.kernels.native.build import library_path
 from engine.kernels.native.paged_attention import KvType, Piece, Pieces
@@ -14,10 +15,12 @@ from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.generation import ignore_progress
 from engine.runtime.decode.step_model import StepModel, TokenStep
-from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
+from tests.engine.loaded_tiny import open_model
 from tests.engine.single_streams import PagedSequence
 from tests.engine.tiny_families import tiny_checkpoint
+
+_load = partial(open_model, threads=2)
 
 pytestmark = pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")
 
@@ -41,11 +44,6 @@ PROMPT, END = 250, 262
 """The angles of 256 positions are computed together: some of either side of that."""
 
 
-def _load(path: Path, precision: Literal["fp32", "bf16", "int8", "int4"] = "bf16") -> LoadedModel:
-    config = EngineConfig(str(path), precision=precision, threads=2)
-    return load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
-
-
 def _steps(loaded: LoadedModel) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Logits [V] of every token after a prompt: by steps, and by calls of the library's model."""
     torch.manual_seed(7)
@@ -64,14 +62,11 @@ def _steps(loaded: LoadedModel) -> tuple[list[torch.Tensor], list[torch.Tensor]]
 @pytest.mark.takes_turns(3)
 @pytest.mark.parametrize(("family", "options"), FAMILIES)
 def test_steps_are_the_librarys(family: str, options: dict[str, Any], tmp_path: Path) -> None:
-    loaded = _load(tiny_checkpoint(family, tmp_path, **options))
-    try:
+    with closing(_load(tiny_checkpoint(family, tmp_path, **options))) as loaded:
         short = TokenStep.of(loaded.model)
         assert short is not None
         ours, librarys = _steps(loaded)
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(ours, librarys, strict=True))
-    finally:
-        loaded.close()
 
 
 @pytest.mark.parametrize(("precision", "kv_type"), [("bf16", None), ("int4", KvType.INT8)])
@@ -86,13 +81,10 @@ def test_all_layers_in_one_call_are_as_one_after_the_other(
     if kv_type is not None:  # of a window the library's pages hold no narrow values
         whole = {"gpt_oss": {"layer_types": ["full_attention"] * 2}, "mixtral": {"sliding_window": None}}
         options = {**options, **whole.get(family, {})}
-    loaded = _load(tiny_checkpoint(family, tmp_path, **LARGER, **options), precision)
-    try:
+    with closing(_load(tiny_checkpoint(family, tmp_path, **LARGER, **options), precision)) as loaded:
         torch.manual_seed(8)
         ids = torch.randint(3, loaded.model.config.vocab_size, (1, 30))
         reader, at_once, layers = StepModel(loaded.model, 30), TokenStep.of(loaded.model), TokenStep.of(loaded.model)
-        assert at_once is not None
-        assert layers is not None
         assert at_once._whole is not None
         layers._whole = None
         one, other = (PagedSequence(loaded.model, 30, kv_type) for _ in range(2))
@@ -107,8 +99,6 @@ def test_all_layers_in_one_call_are_as_one_after_the_other(
                 # Only the last norm differs: torch adds its squares in another order.
                 assert (got.float() - wanted.float()).norm() <= 0.004 * wanted.float().norm()
         assert all(map(torch.equal, one.parts(), other.parts()))
-    finally:
-        loaded.close()
 
 
 @pytest.mark.takes_turns(4)
@@ -154,7 +144,6 @@ def test_rows_over_pages_are_as_each_alone(
             assert packed.exact_steps() is None
             return
         reader, together = StepModel(loaded.model, 300), TokenStep.of(loaded.model)
-        assert together is not None
         assert together.takes_rows(3)
         lengths = [3, 40, 55] if is_window else [3, PROMPT, 90]
         ids = torch.randint(3, loaded.model.config.vocab_size, (3, 300))
@@ -201,7 +190,6 @@ def test_steps_of_what_is_compressed_are_the_librarys_and_those_of_each_alone(
     try:
         packed.allocate(60, 0, 60)
         steps = packed.exact_steps()
-        assert steps is not None
         assert steps.is_native
         assert steps.most_rows == 8
         full, windows = (torch.randperm(60, dtype=torch.int32).view(6, 10) for _ in range(2))
@@ -228,8 +216,7 @@ def test_steps_of_what_is_compressed_are_the_librarys_and_those_of_each_alone(
         packed.close()
         loaded.close()
     monkeypatch.setenv("SWITCHYARD_NATIVE", "0")
-    library = _load(path, "fp32")
-    try:
+    with closing(_load(path, "fp32")) as library:
         for own, length, got in zip(ids, lengths, alone, strict=True):
             with torch.inference_mode():
                 wanted = library.model(input_ids=own[None]).logits[0, length:]
@@ -237,13 +224,10 @@ def test_steps_of_what_is_compressed_are_the_librarys_and_those_of_each_alone(
             assert (
                 float(far.median()) < {"bf16": 0.05, "int8": 0.07, "int4": 0.4}[precision]
             )  # the library in bf16: 0.05
-    finally:
-        library.close()
 
 
 def test_whoever_listens_to_layers_hears_them(tmp_path: Path) -> None:
-    loaded = _load(tiny_checkpoint("qwen3_moe", tmp_path))
-    try:
+    with closing(_load(tiny_checkpoint("qwen3_moe", tmp_path))) as loaded:
         step, sequence = StepModel(loaded.model, 16), PagedSequence(loaded.model)
         heard: list[int] = []
         layers = loaded.model.model.layers
@@ -255,13 +239,10 @@ def test_whoever_listens_to_layers_hears_them(tmp_path: Path) -> None:
                 handle.remove()
             step(torch.tensor([[7]]), sequence.next(1), 4)
         assert heard == list(range(len(layers)))
-    finally:
-        loaded.close()
 
 
 def test_whoever_listens_to_the_last_hidden_states_hears_them(tmp_path: Path) -> None:
-    loaded = _load(tiny_checkpoint("qwen3_moe", tmp_path))
-    try:
+    with closing(_load(tiny_checkpoint("qwen3_moe", tmp_path))) as loaded:
         step, sequence = StepModel(loaded.model, 16), PagedSequence(loaded.model)
         heard: list[tuple[int, ...]] = []
         with torch.inference_mode():
@@ -271,14 +252,9 @@ def test_whoever_listens_to_the_last_hidden_states_hears_them(tmp_path: Path) ->
             handle.remove()
             step(torch.tensor([[7]]), sequence.next(1), 4)
         assert heard == [(1, 1)]
-    finally:
-        loaded.close()
 
 
 def test_models_without_native_layers_have_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWITCHYARD_NATIVE", "0")
-    loaded = _load(tiny_checkpoint("mixtral", tmp_path))
-    try:
+    with closing(_load(tiny_checkpoint("mixtral", tmp_path))) as loaded:
         assert TokenStep.of(loaded.model) is None
-    finally:
-        loaded.close()

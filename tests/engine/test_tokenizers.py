@@ -105,9 +105,8 @@ def test_a_decoder_that_multiplies(folder: Path) -> None:
 def test_a_tokenizer_that_panics_at_a_prompt(folder: Path) -> None:
     write_panicking_tokenizer(folder)
     tokenizer = load_tokenizer(folder)
-    with pytest.raises(EngineError) as caught:
+    with refused(ErrorCode.MODEL_UNSUPPORTED):
         encode(tokenizer, PANIC_TEXT, special=False)
-    assert caught.value.code == ErrorCode.MODEL_UNSUPPORTED
 
 
 def a_pipe(path: Path) -> None:
@@ -268,7 +267,6 @@ def test_where_nothing_can_be_kept_it_is_built_each_time(file: Path, builds: lis
 def test_it_is_private(file: Path) -> None:
     load_tokenizer(file)
     folder = kept_tokenizer(read_gguf(file))
-    assert folder is not None
     for path in (folder.parent, folder, *folder.iterdir()):
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0
     assert {path.name for path in folder.iterdir()} == {"tokenizer.json", "tokenizer_config.json", "kept.json"}

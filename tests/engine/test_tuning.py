@@ -17,7 +17,6 @@ from engine.hardware.probe import probe as probe_machine
 from engine.process.requests import RequestQueue
 from engine.protocol import Event, StartTuning, TuningFinished, TuningPlans, TuningProgress, TuningTimed, decode, encode
 from engine.runtime.engine import Engine, time_decode
-from engine.runtime.load.model import load_model
 from engine.tuning import measuring
 from engine.tuning.measuring import MeasuredMachine
 from engine.tuning.race import RacePace
@@ -27,6 +26,7 @@ from engine.tuning.saved_results import facts, model_mark, results_of, save_resu
 from engine.verbs import tune as verb
 from engine.verbs.doctor import Status, tuning_findings
 from engine.worker import run_tuning
+from tests.engine.loaded_tiny import opened_model
 from tests.unit.made_up_tuning import MACHINE, measurements, others_take
 
 PACE = RacePace(tokens=6, seconds=5.0, repeats=1, again_s=0.0)
@@ -71,12 +71,9 @@ def test_on_the_cpu_the_winner_is_what_is_loaded_from_then_on(engine: Engine, mo
     assert ending.finished
     assert ending.note == ""
     result = ending.result
-    assert result is not None
     won = result.won
-    assert won is not None
     assert all(one.tokens_per_s > 0 for one in result.timed)
     assert ending.loaded == engine.info
-    assert engine.info is not None
     assert engine.info.precision == won.precision
     assert "Tuned on" in engine.info.device_note
     assert {event.stage for event in events if isinstance(event, TuningProgress)} >= {"loading", "timing", "restoring"}
@@ -109,7 +106,6 @@ def test_a_tuning_that_is_no_longer_possible_is_not_insisted_on(engine: Engine, 
     tune(engine, StartTuning("t", config), lambda _event: None, lambda: False, around())
     (result,) = results_of(model_mark(model))
     won = result.won
-    assert won is not None
     gone = replace(won, contestant=replace(won.contestant, config=replace(won.contestant.config, device="cuda:7")))
     save_result(replace(result, timed=(gone,)))
     note = load(engine, config)
@@ -218,10 +214,7 @@ def test_doctor_advises_to_tune_again_what_is_not_to_be_trusted(switchyard_home:
 
 
 def test_timing_ends_when_it_is_told_to_and_leaves_no_context(model: Path) -> None:
-    loaded = load_model(
-        EngineConfig(str(model), device="cpu", threads=1), on_progress=lambda _d, _t: None, cancelled=lambda: False
-    )
-    try:
+    with opened_model(model, "auto") as loaded:
         heard: list[int] = []
         found = time_decode(loaded, [3, 4, 5], 20, on_token=lambda count, _rate: heard.append(count))
         assert found.tokens == 20
@@ -229,5 +222,3 @@ def test_timing_ends_when_it_is_told_to_and_leaves_no_context(model: Path) -> No
         assert found.tokens_per_s > 0
         assert time_decode(loaded, [3, 4, 5], 200, seconds=0.0).tokens < 20
         assert time_decode(loaded, [3, 4, 5], 200, cancelled=lambda: True).tokens_per_s == 0
-    finally:
-        loaded.close()

@@ -86,7 +86,6 @@ def test_one_process_measures_at_a_time(model: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(untuned, "_PATIENCE_S", 0.0)
     data_dir().mkdir(parents=True)
     lock = take_lock(data_dir() / "measuring.lock")
-    assert lock is not None
     config = EngineConfig(str(model), device="cpu", precision="bf16")
     assert not measure_untuned(config, lambda: None, lambda: False)
     assert load_measurements(probe()) is None

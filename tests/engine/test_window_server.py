@@ -3,9 +3,9 @@
 import queue
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +26,12 @@ from engine.serving.service import LibraryModels, Service
 from tests import plain_http
 from tests.engine.test_serving import HELLO, TinyEngine
 from tests.engine.tiny_families import tiny_checkpoint
+from tests.refusals import refused, until
 from tests.scripted_broker import ScriptedBroker, made_up_models
 
 HI = (ChatMessage("user", "Hello"),)
 WINDOWS = Path("models/windows")
 RULES = Rules(str(WINDOWS), is_loading=False, config=EngineConfig(""))
-
-
-def until(holds: Callable[[], Any]) -> None:
-    for _ in range(4000):
-        if holds():
-            return
-        time.sleep(0.005)
-    pytest.fail("it did not happen")
 
 
 class Watched(list[Any]):
@@ -222,9 +215,8 @@ class Fronts:
 
 @pytest.fixture
 def fronts() -> Iterator[Fronts]:
-    found = Fronts()
-    yield found
-    found.close()
+    with closing(Fronts()) as found:
+        yield found
 
 
 def test_the_windows_model_is_the_windows_and_others_are_loaded_beside_it(fronts: Fronts) -> None:
@@ -285,9 +277,8 @@ def test_a_window_without_a_model_says_so_in_a_sentence(fronts: Fronts) -> None:
     fronts.engines.follow(Rules("", is_loading=False, config=EngineConfig("")))
     fronts.window_has(None)
     for name, sentence in (("", "No model is loaded"), ("nothing", "no model named 'nothing'")):
-        with pytest.raises(EngineError, match=sentence) as refused:
+        with refused(ErrorCode.MODEL_NOT_FOUND, match=sentence):
             WindowModels(fronts.engines).find(name)
-        assert refused.value.code is ErrorCode.MODEL_NOT_FOUND
 
 
 def test_a_damaged_model_is_refused_with_what_is_wrong_with_it(switchyard_home: Path) -> None:
@@ -296,10 +287,8 @@ def test_a_damaged_model_is_refused_with_what_is_wrong_with_it(switchyard_home: 
     (folder / "broken.gguf").write_bytes(b"GGUF and nothing else")
     models = LibraryModels()
     assert models.listed() == []
-    with pytest.raises(EngineError) as refused:
+    with refused(ErrorCode.CHECKPOINT_DAMAGED, "broken"):
         models.find("broken")
-    assert refused.value.code is ErrorCode.CHECKPOINT_DAMAGED
-    assert "broken" in refused.value.message
 
 
 # --- twenty clients, three models, little memory ----------------------------------------------------
@@ -434,8 +423,7 @@ class Pressed(Fronts):
 
 def test_a_pinned_model_stays_while_twenty_clients_make_the_others_come_and_go() -> None:
     """Others are loaded beside it, each for all who wait; nobody waits for more than a turn of the other one."""
-    pressed = Pressed(gives_way=False)
-    try:
+    with closing(Pressed(gives_way=False)) as pressed:
         for _ in range(ROUNDS):
             answers = pressed.round(("windows", "mixtral", "qwen3_moe"))
             assert {status for status, _ in answers} == {200}
@@ -446,13 +434,10 @@ def test_a_pinned_model_stays_while_twenty_clients_make_the_others_come_and_go()
         assert pressed.answer("windows")[0] == 200
         assert pressed.memory.most <= BUDGET
         assert "window" in pressed.memory.held
-    finally:
-        pressed.close()
 
 
 def test_a_model_that_gives_way_comes_back_and_no_client_is_lost() -> None:
-    pressed = Pressed(gives_way=True)
-    try:
+    with closing(Pressed(gives_way=True)) as pressed:
         for _ in range(ROUNDS):
             answers = pressed.round(("windows", "mixtral", "qwen2_moe"))
             assert {status for status, _ in answers} <= {200, 503}
@@ -461,8 +446,6 @@ def test_a_model_that_gives_way_comes_back_and_no_client_is_lost() -> None:
             pressed.settle()
             assert pressed.answer(name)[0] == 200
         assert pressed.memory.most <= BUDGET
-    finally:
-        pressed.close()
 
 
 def test_what_cannot_be_loaded_is_refused_in_a_sentence_and_the_server_goes_on(switchyard_home: Path) -> None:

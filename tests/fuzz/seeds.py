@@ -92,8 +92,6 @@ def ggufs() -> list[bytes]:
         for family in families:
             found[family.model_type] = _model(architecture, family, is_dense="expert" not in str(family.config))
     scaled, factored = GgufDraft.read(found["llama"]), GgufDraft.read(found["llama"])
-    assert scaled is not None
-    assert factored is not None
     scaled.metadata |= {
         "llama.rope.scaling.type": _value("yarn"),
         "llama.rope.scaling.factor": _value(4.0),

@@ -24,6 +24,7 @@ from engine.batch_files.opening import content_hash, open_source, stamp
 from engine.batch_files.result_file import Written, check_output, write_result
 from engine.batch_files.rows import Answer, failed
 from engine.common.errors import EngineError, ErrorCode
+from tests.refusals import refused
 from tests.unit.remembered import Remembered
 
 _MANIFEST = JobManifest("hash", "{{text}}", "", "model", "bf16", "{}", "", "{}")
@@ -118,9 +119,8 @@ def test_a_second_run_of_the_same_job_is_refused_and_another_job_too(
     monkeypatch.setattr("engine.batch_files.journal._LOCK_S", 0.0)
     path = tmp_path / "job"
     journal = Journal(path, _MANIFEST)
-    with pytest.raises(EngineError) as refusal:
+    with refused(ErrorCode.BUSY):
         Journal(path, _MANIFEST)
-    assert refusal.value.code == ErrorCode.BUSY
     journal.record([_answer(0)])
     journal.close()
     with pytest.raises(EngineError, match="another template"):
@@ -137,7 +137,6 @@ def test_a_job_that_has_no_answers_yet_takes_what_is_now(tmp_path: Path) -> None
     journal.record([_answer(0)])
     journal.close()
     known = read_job(path)
-    assert known is not None
     assert known.precision == "int8"
     with pytest.raises(EngineError):
         Journal(path, _MANIFEST)
@@ -158,9 +157,8 @@ def test_a_full_disk_is_said_and_the_journal_goes_on_when_there_is_room(tmp_path
     connection: sqlite3.Connection = journal._connection
     pages = connection.execute("PRAGMA page_count").fetchone()[0]
     connection.execute(f"PRAGMA max_page_count = {pages}")
-    with pytest.raises(EngineError) as refusal:
+    with refused(ErrorCode.DISK_FULL):
         journal.record([replace(_answer(row), text="x" * 2000) for row in range(100)])
-    assert refusal.value.code == ErrorCode.DISK_FULL
     assert journal.counts() == (0, 0, 0, 0)
     connection.execute("PRAGMA max_page_count = 100000")
     journal.record([_answer(0)])
@@ -192,7 +190,6 @@ def test_what_was_said_to_be_written_survives_kills(tmp_path: Path) -> None:
         process = subprocess.Popen(
             [sys.executable, "-c", _WRITER, str(path)], stdout=subprocess.PIPE, text=True, cwd=os.getcwd()
         )
-        assert process.stdout is not None
         told = [process.stdout.readline().strip()]
         told += [process.stdout.readline().strip() for _ in range(chance.randrange(12))]
         time.sleep(chance.random() * 0.01)
@@ -284,9 +281,8 @@ def test_a_failing_write_leaves_the_old_result(tmp_path: Path) -> None:
         yield _ANSWERS[0]
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(EngineError) as refusal:
+    with refused(ErrorCode.DISK_FULL):
         write_result(output, source, broken())
-    assert refusal.value.code == ErrorCode.DISK_FULL
     assert output.read_text() == "old"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.csv"]
 

@@ -114,7 +114,6 @@ def question(tmp_path: Path, switchyard_home: Path) -> ForecastQuestion:
 
 def test_rows_together_are_faster_than_alone(question: ForecastQuestion) -> None:
     found = forecast_of(question)
-    assert found is not None
     plan = found.plan
     assert (plan.job.rows, plan.batch_rows, plan.job.generated_tokens) == (
         FORECAST_ROWS,
@@ -126,14 +125,12 @@ def test_rows_together_are_faster_than_alone(question: ForecastQuestion) -> None
     assert 0 < plan.seconds_low < plan.seconds_high
     assert not plan.is_measured
     counted = forecast_of(replace(question, total=100_000))
-    assert counted is not None
     assert counted.plan.job.rows == 100_000
     assert counted.plan.batch_rows < 1000
 
 
 def test_choices_are_short_answers(question: ForecastQuestion) -> None:
     found = forecast_of(replace(question, job=replace(question.job, choices=("good", "bad"))))
-    assert found is not None
     assert found.plan.job.generated_tokens == 2
 
 
@@ -198,7 +195,6 @@ def test_cold_rows_are_not_taken_for_slow_ones(monkeypatch: pytest.MonkeyPatch, 
     answers = [Answer(row, "", "length", 20, 16) for row in range(3)]
     loaded: Any = SimpleNamespace(info=SimpleNamespace(path=""))
     told = job_plan.predicted_after(None, loaded, answers, SampleTime(500.0, 3, warm_s))  # type: ignore[arg-type]
-    assert told is not None
     factor = 0.1 / warm_s
     assert (told.low, told.high) == pytest.approx(
         (0.75 * whole.tokens_per_s * min(1, factor), whole.tokens_per_s * max(1.5, 1.25 * factor))
@@ -302,7 +298,6 @@ def test_it_holds_the_true_median_about_as_often_as_it_says() -> None:
     held = 0
     for _ in range(2000):
         sure = median_interval(sorted(dice.lognormvariate(0, 1) for _ in range(41)))
-        assert sure is not None
         held += sure[0] <= 1 <= sure[1]
     assert 0.93 < held / 2000 < 0.985
 

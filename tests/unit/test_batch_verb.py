@@ -123,7 +123,6 @@ def test_rows_that_were_cut_off_are_redone_with_more_tokens_than_the_job_was_beg
     journal.close()
     code, engine = run(monkeypatch, rows, "--redo", "cut-off", *options)
     assert code == 0
-    assert engine.prepared is not None
     assert (engine.prepared.job.start, engine.prepared.job.more_tokens) == ("redo_cut_off", more)
     assert engine.prepared.manifest("model", "bf16") == manifest
 
@@ -155,7 +154,6 @@ def test_a_full_disk_is_told_once_and_ends_in_how_to_go_on(
     code, engine = run(monkeypatch, rows, "--json", ending=full)
     said = capsys.readouterr()
     assert code == 2
-    assert engine.watcher is not None
     assert engine.watcher.patience_s == batch.PATIENCE_S
     assert said.err.count("Waiting") == 1
     document = json.loads(said.out)

@@ -410,7 +410,6 @@ def test_halves_of_surrogate_pairs_are_joined_or_replaced() -> None:
     assert calls_of(parts_of(text, "qwen3_moe")) == [("weather", {"city": "\ufffd \U0001f600", "\ufffd": 1})]
     reader = reply_reader("qwen3_moe", TOOLS, thinks=False, is_call=True)
     (call,) = [*reader.feed(text[11:-12]), *reader.end()]
-    assert isinstance(call, ToolCall)
     assert call.arguments.encode()
 
 

@@ -15,9 +15,10 @@ from engine.checkpoint.catalogue import (
 )
 from engine.checkpoint.counted_shape import as_quantised
 from engine.checkpoint.hub.contents import SEES
-from engine.common.errors import EngineError, ErrorCode
+from engine.common.errors import ErrorCode
 from engine.common.files import write_whole
 from tests.hub_server import HubServer
+from tests.refusals import refused
 
 SHIPPED = catalogue_dir() / "catalogue.json"
 
@@ -69,9 +70,8 @@ def test_a_newer_one_is_kept_and_read(tmp_path: Path) -> None:
 
 
 def test_an_older_one_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(EngineError) as refused:
+    with refused(ErrorCode.INVALID_REQUEST):
         use_catalogue(written(tmp_path, {}, "2020-01-01"))
-    assert refused.value.code is ErrorCode.INVALID_REQUEST
     assert not own_catalogue().exists()
 
 
@@ -90,17 +90,15 @@ def test_an_older_one_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_wrong_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
-    with pytest.raises(EngineError) as refused:
+    with refused(ErrorCode.INVALID_REQUEST):
         read_catalogue(written(tmp_path, change))
-    assert refused.value.code is ErrorCode.INVALID_REQUEST
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"date": "x", "models": []}', '{"date": "2026-11-22", "models": 5}'])
 def test_what_is_no_catalogue_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "c.json").write_text(content, encoding="utf-8")
-    with pytest.raises(EngineError) as refused:
+    with refused(ErrorCode.INVALID_REQUEST):
         read_catalogue(tmp_path / "c.json")
-    assert refused.value.code is ErrorCode.INVALID_REQUEST
 
 
 def test_a_maintainer_sees_what_changed(

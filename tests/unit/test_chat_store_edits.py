@@ -31,9 +31,8 @@ def message(id_: str, parent: str | None, role: str = "user", **more: object) ->
 
 @pytest.fixture
 def database(tmp_path: Path) -> Iterator[ChatDatabase]:
-    database = open_checked(tmp_path / "chats.sqlite3")
-    yield database
-    database.close()
+    with closing(open_checked(tmp_path / "chats.sqlite3")) as opened:
+        yield opened
 
 
 def check(tree: MessageTree, said: dict[str, str]) -> None:
@@ -147,7 +146,6 @@ def test_what_is_sent_is_the_summary_and_the_later_turns() -> None:
     tree = MessageTree(turns)
     tree.set_fold("a", Fold("They greeted."))
     at, earlier, later = tree.folded("p")
-    assert at is not None
     assert [m.id for m in earlier] == ["q", "a"]
     sent = prompt_of(instructions_with("Be brief.", at.fold), later)
     assert [turn.role for turn in sent] == ["system", "user"]
@@ -194,8 +192,7 @@ def test_folds_folders_and_deletions_survive_export_and_import(database: ChatDat
     assert conversation is not None
     file.write_text(to_json([(conversation, to_export(database, "c"))], database.folders()), "utf-8")
     assert "text of q" not in file.read_text("utf-8")
-    other = open_checked(tmp_path / "other.sqlite3")
-    try:
+    with closing(open_checked(tmp_path / "other.sqlite3")) as other:
         (there,) = put(other, file).added
         assert other.folders() == (folder,)
         assert there.folder_id == "f"
@@ -213,8 +210,6 @@ def test_folds_folders_and_deletions_survive_export_and_import(database: ChatDat
         other.set_deleted(again.id, 9.0)
         (third,) = put(other, file).added
         assert third.folder_id == "g"  # the folder of that name
-    finally:
-        other.close()
 
 
 @pytest.mark.parametrize(

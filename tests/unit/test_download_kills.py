@@ -75,7 +75,6 @@ class Story:
                     return None
                 self._look_at_ram(child.pid)
                 time.sleep(0.01)
-            assert child.stdout is not None
             ended: dict[str, str] = json.loads(child.stdout.read())
             return ended
         finally:

@@ -3,8 +3,8 @@
 import os
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from engine.protocol import Ask, Began, Failed, Finished, Token
 from engine.serving import engine_process
 from engine.serving.engine_process import EngineProcess
 from engine.serving.link import BrokerLink, EngineLink
+from tests.refusals import until
 from tests.scripted_broker import ScriptedBroker
 
 ASK = Ask(
@@ -36,14 +37,6 @@ def link() -> Iterator[EngineLink]:
     found.start()
     yield found
     found.close()
-
-
-def until(holds: Callable[[], Any]) -> None:
-    for _ in range(4000):
-        if holds():
-            return
-        time.sleep(0.005)
-    pytest.fail("it did not happen")
 
 
 def test_what_is_asked_and_what_happens_arrive_as_they_were(link: EngineLink) -> None:
@@ -193,9 +186,8 @@ def ends() -> list[str]:
 
 @pytest.fixture
 def engine(ends: list[str]) -> Iterator[EngineProcess]:
-    found = EngineProcess(EngineConfig("m"), None, lambda: ends.append("ended"))
-    yield found
-    found.close()
+    with closing(EngineProcess(EngineConfig("m"), None, lambda: ends.append("ended"))) as found:
+        yield found
 
 
 def runs(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +217,6 @@ def test_an_end_that_is_expected_is_no_news(
     engine.wake()
     pid = engine.pid
     engine.expect_end()
-    assert engine._process is not None
     engine._process.kill()
     engine.close()
     engine.wake()

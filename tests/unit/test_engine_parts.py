@@ -89,7 +89,6 @@ def test_the_whole_way(root: Path, wheels: list[Path]) -> None:
     assert install(choice, on_step=steps.append) == choice.name
     assert steps == [installing.CHECKING, installing.UNPACKING, installing.TESTING, installing.FINISHING]
     engine = installed.current_engine()
-    assert engine is not None
     assert engine.whole.proven["torch"] == "1.0"
     assert {entry.name for entry in installed.parts_dir().iterdir()} == {
         "engine-0.2.0-cpu", "downloads", "lock", installed.CURRENT
@@ -119,7 +118,6 @@ def test_a_newer_package_takes_the_same_wheels_over_without_fetching(
     install(choice)
     assert len(hub.requests) == asked
     engine = installed.current_engine()
-    assert engine is not None
     assert engine.version == "0.3.0"
     assert "0.3.0" in (engine.folder / "engine" / "__init__.py").read_text()
     old = installed.parts_dir() / "engine-0.2.0-cpu"
@@ -266,7 +264,6 @@ def kill_and_repeat(delays_s: Sequence[float]) -> None:
             os.killpg(group, signal.SIGKILL)
     assert done.returncode == 0, done.stdout
     engine = installed.current_engine()
-    assert engine is not None
     assert (engine.folder / "torch" / "big.bin").read_bytes() == BIG
     assert not [entry for entry in installed.parts_dir().iterdir() if entry.name.endswith(installed.PARTIAL)]
 

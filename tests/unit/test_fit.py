@@ -66,7 +66,6 @@ def test_verdicts_have_stated_thresholds() -> None:
 
 def test_a_row_has_every_bar() -> None:
     one = row(quantised(OLMOE, "Q4_K_M", 4.85), look(), Limits(ram_of_others=3 * GIB, context_tokens=2048))
-    assert one.ram is not None
     assert one.speed is not None
     assert one.card is None
     assert one.ram.other_programs == 3 * GIB
@@ -85,8 +84,6 @@ def test_a_card_is_used_and_its_limit_follows() -> None:
     there = look(64, "emulated:pcie3-x8-8gb", measured=False)
     whole = row(quantised(QWEN, "Q4_K_M", 4.85), there)
     less = row(quantised(QWEN, "Q4_K_M", 4.85), there, Limits(vram_bytes=4 * GIB))
-    assert whole.card is not None
-    assert less.card is not None
     assert whole.card.experts > less.card.experts > 0
     assert less.card.held <= 4 * GIB
     assert row(quantised(QWEN, "Q4_K_M", 4.85), there, Limits(use_card=False)).card is None
@@ -168,7 +165,6 @@ def test_what_its_last_answers_took_is_said_of_the_same_files() -> None:
 
     def speed(limits: Limits) -> tuple[str, float]:
         found = row((here, shape), look(), limits).speed
-        assert found is not None
         return found.timing, found.decode
 
     timing, predicted = speed(Limits())

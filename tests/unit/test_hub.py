@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from engine.checkpoint.synthetic import SHAPES, config_of, make_synthetic, tenso
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import cache_dir
 from tests.hub_server import Fault, HubServer
+from tests.refusals import refused
 from tests.tiny_gguf import write_gguf, write_model
 from tests.unit.test_gguf_checkpoint import EXPERTS, HIDDEN, KEYS, TENSORS
 
@@ -85,6 +87,10 @@ def only(candidate: Candidate) -> set[str]:
     return {file.path for file in candidate.files}
 
 
+def fails(reason: HubReason) -> Any:
+    return pytest.raises(HubError, check=lambda error: error.reason is reason)
+
+
 def one_of(hub: HubServer, files: dict[str, bytes | Path]) -> Candidate:
     """The only candidate of a repository with these files."""
     hub.add("org/model", files, commit=COMMIT)
@@ -122,9 +128,8 @@ def test_references(text: str, meant: Reference) -> None:
 )
 def test_what_is_no_reference(text: str) -> None:
     assert not is_reference(text)
-    with pytest.raises(EngineError) as refused:
+    with refused(ErrorCode.INVALID_REQUEST):
         read_repository(text)
-    assert refused.value.code is ErrorCode.INVALID_REQUEST
 
 
 # Repositories
@@ -162,9 +167,8 @@ def test_a_renamed_repository_is_found_by_its_new_name(hub: HubServer) -> None:
 def test_a_pinned_commit(hub: HubServer) -> None:
     hub.add("org/model", {"config.json": b"{}"}, commit=COMMIT)
     assert read_repository(f"org/model@{COMMIT}").commit == COMMIT
-    with pytest.raises(HubError) as refused:
+    with fails(HubReason.NOT_FOUND):
         read_repository("org/model@nowhere")
-    assert refused.value.reason is HubReason.NOT_FOUND
 
 
 def test_modelscope(hub: HubServer, made: SimpleNamespace) -> None:
@@ -199,9 +203,8 @@ def test_gguf_files_by_quantisation(hub: HubServer) -> None:
     assert find_candidate("org/model-GGUF").label == "Q4_K_M"
     assert find_candidate("org/model-GGUF:q8-0").label == "Q8_0"
     assert find_candidate("org/model-GGUF:m-Q4_K_M.gguf").label == "Q4_K_M"
-    with pytest.raises(EngineError) as refused:
+    with refused(ErrorCode.MODEL_NOT_FOUND):
         find_candidate("org/model-GGUF:Q9")
-    assert refused.value.code is ErrorCode.MODEL_NOT_FOUND
 
 
 def test_two_models_in_one_repository_keep_their_names(hub: HubServer) -> None:
@@ -288,9 +291,8 @@ def test_a_repository_without_anything_to_run_says_why(hub: HubServer, files: di
     assert found.problem
     assert "/tmp" not in found.problem
     for ask in (find_candidate, find_shape):
-        with pytest.raises(EngineError) as refused:
+        with refused(ErrorCode.MODEL_UNSUPPORTED):
             ask("org/model")
-        assert refused.value.code is ErrorCode.MODEL_UNSUPPORTED
 
 
 # Shapes
@@ -368,18 +370,16 @@ def test_a_vocabulary_is_fetched_once_for_a_repository(
 
 def test_a_text_splitter_that_is_unknown_is_found_before_the_download(hub: HubServer, tmp_path: Path) -> None:
     found = one_of(hub, {"m-F16.gguf": with_vocabulary(tmp_path / "m", 0, "F16", count=10, pre="of tomorrow")})
-    with pytest.raises(EngineError) as refused:
+    with refused(ErrorCode.MODEL_UNSUPPORTED):
         candidate_shape(found)
-    assert refused.value.code is ErrorCode.MODEL_UNSUPPORTED
 
 
 def test_a_known_model_needs_no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.chdir(tmp_path)
     assert find_shape("Qwen/Qwen3-30B-A3B").name == "qwen3-30b-a3b"
-    with pytest.raises(EngineError) as refused:
+    with refused(ErrorCode.MODEL_NOT_FOUND):
         find_shape("nonsense")
-    assert refused.value.code is ErrorCode.MODEL_NOT_FOUND
 
 
 # Searching
@@ -464,9 +464,8 @@ def test_a_token_that_has_expired_is_named_where_it_is_needed(hub: HubServer, mo
     monkeypatch.setattr("engine.checkpoint.hub.http._this_run", {"127.0.0.1": "hf_expired"})
     hub.add("org/model", {})
     hub.order(Fault("status", value=401, headers={"X-Error-Message": "Invalid credentials"}, times=-1))
-    with pytest.raises(HubError) as refused:
+    with fails(HubReason.WRONG_TOKEN):
         read_repository("org/model")
-    assert refused.value.reason is HubReason.WRONG_TOKEN
     assert len(hub.requests) == 2
 
 
@@ -474,42 +473,37 @@ def test_a_token_that_has_expired_is_named_where_it_is_needed(hub: HubServer, mo
 def test_a_refusal_that_names_no_licence_is_not_taken_for_one(hub: HubServer, ask: Callable[[str], object]) -> None:
     hub.add("org/model", {})
     hub.order(Fault("status", value=403, times=-1))
-    with pytest.raises(HubError) as refused:
+    with fails(HubReason.REFUSED):
         ask("org/model")
-    assert refused.value.reason is HubReason.REFUSED
 
 
 def test_a_file_of_a_gated_repository_needs_its_licence(hub: HubServer, made: SimpleNamespace) -> None:
     hub.add("org/model", {"m-Q8_0.gguf": made.one}, gated="auto")
     found = find_candidate("org/model")
     hub.order(Fault("status", value=403, path="m-Q8_0.gguf", times=-1))
-    with pytest.raises(HubError) as refused:
+    with fails(HubReason.NEEDS_LICENCE):
         candidate_shape(found)
-    assert refused.value.reason is HubReason.NEEDS_LICENCE
 
 
 def test_a_list_of_too_many_files_is_given_up_at_once(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.checkpoint.hub._MOST_FILES", 5)
     hub.page = 3
     hub.add("org/model", {f"part-{number:02}.txt": b"" for number in range(30)})
-    with pytest.raises(HubError) as refused:
+    with fails(HubReason.BROKEN):
         read_repository("org/model")
-    assert refused.value.reason is HubReason.BROKEN
     assert len(hub.requests) == 3  # what it is, and two pages
 
 
 def test_cancelled(hub: HubServer) -> None:
     hub.add("org/model", {})
-    with pytest.raises(HubError) as stopped:
+    with fails(HubReason.CANCELLED):
         read_repository("org/model", cancelled=lambda: True)
-    assert stopped.value.reason is HubReason.CANCELLED
 
 
 def test_files_have_limits(hub: HubServer) -> None:
     hub.add("org/model", {"config.json": b" " * (17 * 2**20), "model.safetensors": b""})
-    with pytest.raises(HubError) as refused:
+    with fails(HubReason.BROKEN):
         candidates(read_repository("org/model"))
-    assert refused.value.reason is HubReason.BROKEN
 
 
 @pytest.mark.parametrize("path", ["/api/models/org/model", "config.json"])
@@ -520,9 +514,8 @@ def test_an_answer_without_end_is_given_up(hub: HubServer, monkeypatch: pytest.M
     else:
         hub.add("org/model", {"config.json": b"{}", "model.safetensors": b""})
         hub.order(Fault("endless", path="config.json"))
-    with pytest.raises(HubError) as refused:
+    with fails(HubReason.BROKEN):
         candidates(read_repository("org/model"))
-    assert refused.value.reason is HubReason.BROKEN
 
 
 @pytest.mark.parametrize(
@@ -539,17 +532,15 @@ def test_ranges_that_lie(hub: HubServer, made: SimpleNamespace, fault: Fault, re
     found = one_of(hub, {"m-Q8_0.gguf": made.one})
     fault.path, fault.host = "m-Q8_0.gguf", "second"
     hub.order(fault)
-    with pytest.raises(HubError) as refused:
+    with fails(reason):
         candidate_shape(found)
-    assert refused.value.reason is reason
 
 
 def test_a_file_of_another_size_than_listed(hub: HubServer, made: SimpleNamespace) -> None:
     found = one_of(hub, {"m-Q8_0.gguf": made.one})
     hub.repos["org/model"].files["m-Q8_0.gguf"] = made.one.read_bytes() + b"more"
-    with pytest.raises(HubError) as refused:
+    with fails(HubReason.BROKEN):
         candidate_shape(found)
-    assert refused.value.reason is HubReason.BROKEN
 
 
 def test_a_server_that_ignores_ranges_sends_no_weights(hub: HubServer, made: SimpleNamespace) -> None:
@@ -573,9 +564,8 @@ def test_damaged_headers(hub: HubServer, name: str) -> None:
 )
 def test_nonsense_about_a_model_is_one_sentence(hub: HubServer, monkeypatch: pytest.MonkeyPatch, answer: bytes) -> None:
     monkeypatch.setattr(http, "fetch", lambda *_a, **_k: http.Answer(answer, None, {}))
-    with pytest.raises(HubError) as refused:
+    with fails(HubReason.BROKEN):
         read_repository("org/model")
-    assert refused.value.reason is HubReason.BROKEN
 
 
 KEYS_OF_HUBS = (
@@ -638,10 +628,8 @@ def test_a_server_that_drips_is_given_up_or_stopped(hub: HubServer, monkeypatch:
             stalled.set()
         return stalled.is_set()
 
-    with pytest.raises(HubError) as stopped:
+    with fails(HubReason.CANCELLED):
         ask(met)
-    assert stopped.value.reason is HubReason.CANCELLED
     monkeypatch.setattr(http, "ANSWER_S", 0.2)
-    with pytest.raises(HubError) as refused:
+    with fails(HubReason.OFFLINE):
         ask(lambda: False)
-    assert refused.value.reason is HubReason.OFFLINE

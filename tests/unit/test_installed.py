@@ -117,7 +117,6 @@ def test_a_damaged_list_of_what_is_in_use_does_no_harm(root: Path, text: str) ->
     good = make_part("engine-0.2.0-cpu")
     (installed.parts_dir() / installed.CURRENT).write_text(text)
     engine = installed.current_engine()
-    assert engine is not None
     assert engine.folder == good
     assert installed.window_folder() == root / "window"
     (good / installed.WHOLE).write_text(json.dumps([text]))

@@ -35,7 +35,6 @@ def leave_thread() -> Callable[[], None]:
 def leave_process() -> Callable[[], None]:
     command = [sys.executable, "-c", "print(flush=True); input()  # forgotten"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert process.stdout is not None
     process.stdout.readline()  # until it has begun, it has no name of its own
 
     def clean() -> None:

@@ -57,7 +57,6 @@ def read(files: SpillFiles, number: int, nbytes: int = 1000) -> bytes | None:
 
 def add(files: SpillFiles, *numbers: int, nbytes: int = 1000) -> list[bool]:
     with files.writing() as writing:
-        assert writing is not None
         writing.spare(CHAT, map(key_of, numbers))
         return [writing.add(CHAT, key_of(n), index, b"[]", data_of(n, nbytes)) for index, n in enumerate(numbers)]
 
@@ -102,7 +101,6 @@ def test_the_budget_holds_and_what_is_read_is_what_was_written(
         assert not list(folder.rglob("*.part"))
     whole = sum(file.stat().st_size for file in folder.rglob("*.kept"))
     with files.writing() as writing:
-        assert writing is not None
         assert writing.held == whole
 
 
@@ -117,7 +115,6 @@ def test_what_was_of_no_use_for_longest_gives_way_and_the_end_before_the_beginni
     assert add(files, 8) == [True]
     assert [number for number in range(1, 9) if files.has(CHAT, key_of(number))] == [1, 2, 6, 7, 8]
     with files.writing() as writing:
-        assert writing is not None
         writing.spare(CHAT, [key_of(number) for number in (1, 2, 6, 7, 8)])
         assert not writing.add(CHAT, key_of(9), 0, b"[]", data_of(9))
 
@@ -194,7 +191,6 @@ def test_the_verb_shows_clears_and_turns_off(capsys: pytest.CaptureFixture[str])
 def test_a_file_says_nothing_without_the_key_and_is_of_one_chat_and_block(tmp_path: Path) -> None:
     files, secret = files_in(tmp_path, 10**8), b"the password is hunter2 " * 100_000
     with files.writing() as writing:
-        assert writing is not None
         assert writing.add(CHAT, key_of(1), 0, b"[]", memoryview(secret))
     (file,) = tmp_path.rglob("*.kept")
     content = file.read_bytes()
@@ -248,7 +244,6 @@ def test_nothing_comes_back_of_a_chat_that_is_gone(tmp_path: Path) -> None:
     keep_chat("another")
     add(files, 1, 2)
     with files.writing() as writing:  # an engine that is at it
-        assert writing is not None
         assert writing.add("another", key_of(1), 0, b"[]", data_of(1))
         folder_of(CHAT, folder).rename(tmp_path / "gone")  # what `forget_chat` does first
         assert not writing.add(CHAT, key_of(3), 0, b"[]", data_of(3))

@@ -605,7 +605,6 @@ def test_another_process_keeps_a_model_until_it_is_killed(tiny: Path) -> None:
     )
     with subprocess.Popen([sys.executable, "-c", script, str(tiny)], stdout=subprocess.PIPE, text=True) as other:
         try:
-            assert other.stdout is not None
             assert other.stdout.readline() == "held\n"
             with refused(ErrorCode.BUSY):
                 remove("tiny", permanently=True)

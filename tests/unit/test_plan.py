@@ -83,7 +83,6 @@ def test_what_others_hold_and_what_is_left_free_is_not_planned_with() -> None:
     alone = make_plan(GAMER, SMALL)
     shared = make_plan(GAMER, SMALL, limits=Limits(vram_of_others=4 * _GIB, precision=alone.precision))
     assert alone.card is not None
-    assert shared.card is not None
     assert shared.card.other_programs == 4 * _GIB
     assert shared.cache.slots < alone.cache.slots
     assert shared.card.experts < alone.card.experts
@@ -128,16 +127,14 @@ def test_the_precision_asked_for_is_kept_and_others_are_alternatives() -> None:
 
 def test_a_batch_is_planned_with_its_sizes() -> None:
     plan = make_plan(read_machine("klotski-rtx-3090"), MIXTRAL, BATCH)
-    assert plan.batch is not None
     assert plan.batch.sequences == min(plan.batch.micro_batch * plan.batch.batches, BATCH.sequences)
     assert [point.name for point in plan.roofline.points] == ["decode", "prefill", "batch"]
 
 
 def test_a_model_that_fits_nowhere_names_the_memory_it_needs() -> None:
     tiny = BARE.with_memory(ram_bytes=3 * _GIB)
-    with pytest.raises(EngineError, match="GB of RAM") as caught:
+    with refused(ErrorCode.NOT_ENOUGH_MEMORY, match="GB of RAM"):
         make_plan(tiny, DEEPSEEK)
-    assert caught.value.code is ErrorCode.NOT_ENOUGH_MEMORY
     least = least_ram(sizes_of(engine_costs(BARE, QWEN, "bf16"), Limits(), ["bf16"]))
     with refused(ErrorCode.NOT_ENOUGH_MEMORY, "at bf16 with its experts and layers read from disk"):
         make_plan(BARE, QWEN, limits=Limits(precision="bf16", ram_bytes=least - 1))
@@ -175,7 +172,6 @@ def test_pictures_are_read_where_that_is_faster_and_there_is_room() -> None:
     seconds = []
     for machine, on_card in ((BARE, False), (GAMER, True), (slow_link, False)):
         found = make_plan(machine, seeing).pictures
-        assert found is not None
         assert (found.on_card, found.nbytes) == (on_card, 1_200 * 10**6)
         seconds.append(found.seconds)
         assert picture_words(found).endswith(f"on {'the graphics card' if on_card else 'the CPU'}, 1.2 GB")
@@ -208,9 +204,8 @@ def test_a_plan_takes_the_first_of_them(cell: tuple[str, str, str]) -> None:
     question = assert_nobody_is_faster(machine, model, work)
     able = [one for one in in_order(search(question), question.workload) if _memory(question, one) is not None]
     if not able:
-        with pytest.raises(EngineError) as refused:
+        with refused(ErrorCode.NOT_ENOUGH_MEMORY):
             make_plan(question.machine, question.model, question.workload)
-        assert refused.value.code is ErrorCode.NOT_ENOUGH_MEMORY
         return
     plan = make_plan(question.machine, question.model, question.workload)
     assert (plan.policy, plan.precision) == (able[0].policy, question.precision)

@@ -171,7 +171,6 @@ def test_what_was_timed_here_is_the_figure_of_the_plan(
     request = StartTuning("t", EngineConfig(model), even_if_busy=True)
     around_us = around(watch=others_take(lambda: 0.0))
     result = tune(MadeUpEngine(speed), request, lambda _event: None, lambda: False, around_us).result
-    assert result is not None
     (timed,) = [one for one in result.timed if one.contestant.is_plan]
     found = planned()
     assert found["speed"]["decode_tokens_per_s"] == timed.tokens_per_s

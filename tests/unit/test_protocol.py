@@ -32,6 +32,7 @@ from engine.protocol import (
     request_id_of,
 )
 from engine.remote.endpoint import Endpoint
+from tests.refusals import refused
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 SAMPLING = st.builds(
@@ -152,9 +153,8 @@ def test_garbage_is_a_protocol_error_and_nothing_else(line: bytes) -> None:
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), lambda v: st.lists(v)))
 def test_a_field_of_a_wrong_type_is_a_protocol_error(value: Any) -> None:
     line = json.dumps({"type": "Token", "request_id": value, "text": value, "generated_tokens": value}).encode()
-    with pytest.raises(EngineError) as caught:
+    with refused(ErrorCode.PROTOCOL):
         decode(line)
-    assert caught.value.code == ErrorCode.PROTOCOL
 
 
 @pytest.mark.parametrize(
@@ -182,9 +182,8 @@ def test_a_field_of_a_wrong_type_is_a_protocol_error(value: Any) -> None:
     ],
 )
 def test_not_a_message(line: bytes) -> None:
-    with pytest.raises(EngineError) as caught:
+    with refused(ErrorCode.PROTOCOL):
         decode(line)
-    assert caught.value.code == ErrorCode.PROTOCOL
 
 
 def test_errors_quote_nothing_that_was_typed() -> None:
@@ -203,17 +202,14 @@ def test_a_line_without_a_request_id(line: bytes) -> None:
 
 def test_sampling_out_of_range_is_the_requests_fault() -> None:
     line = b'{"type":"Generate","request_id":"r","messages":[],"sampling":{"temperature":-1.0}}'
-    with pytest.raises(EngineError) as caught:
+    with refused(ErrorCode.INVALID_REQUEST, "temperature"):
         decode(line)
-    assert caught.value.code == ErrorCode.INVALID_REQUEST
-    assert "temperature" in caught.value.message
 
 
 def test_lone_surrogates_do_not_kill_the_stream() -> None:
     half = "half an emoji: \ud83d"
     message = Generate("r", (ChatMessage("user", half),), SamplingParams(stop=(half,)))
     back = decode(encode(message))
-    assert isinstance(back, Generate)
     assert back.messages[0].content == back.sampling.stop[0] == "half an emoji: ?"
 
 
@@ -236,9 +232,8 @@ def test_a_line_without_end_is_refused_before_it_fills_the_memory() -> None:
     reader = LineReader()
     for _ in range(16):
         assert reader.feed(b"x" * (MAX_LINE_BYTES // 16)) == []
-    with pytest.raises(EngineError) as caught:
+    with refused(ErrorCode.PROTOCOL):
         reader.feed(b"x")
-    assert caught.value.code == ErrorCode.PROTOCOL
 
 
 def test_blank_lines_are_passed_over() -> None:
@@ -252,7 +247,6 @@ def test_a_bad_line_costs_that_line_alone() -> None:
 
 def test_whole_numbers_are_accepted_for_seconds() -> None:
     back = decode(b'{"type":"Heartbeat","monotonic_s":3}')
-    assert isinstance(back, Heartbeat)
     assert isinstance(back.monotonic_s, float)
 
 

@@ -21,6 +21,7 @@ from engine.remote import ray_rows as ray_job
 from engine.remote.ray_rows import MOST_FAILURES, RayRows
 from tests.engine.shuffled_executor import results_in, write_rows
 from tests.made_up_ray import MadeUpRay
+from tests.refusals import refused
 
 
 @pytest.fixture(autouse=True)
@@ -190,9 +191,8 @@ def test_nodes_on_one_machine_share_it() -> None:
 def test_a_cluster_that_cannot_be_reached_is_one_sentence() -> None:
     cluster = MadeUpRay(["a"])
     cluster.unreachable = "No Ray cluster answers at 10.0.0.5:6379: check the address."
-    with pytest.raises(EngineError, match="No Ray cluster answers") as refused:
+    with refused(ErrorCode.DEVICE_UNAVAILABLE, match="No Ray cluster answers"):
         opened(cluster).open(never)
-    assert refused.value.code is ErrorCode.DEVICE_UNAVAILABLE
 
 
 def test_a_cluster_that_never_says_anything_is_one_sentence() -> None:

@@ -271,7 +271,6 @@ def test_a_sample_measures_rows_tokens_and_cost(tmp_path: Path, good: BadEndpoin
     job = a_job(tmp_path, [add("good", good, price_in=10.0, price_out=100.0, currency="EUR")])
     watch = Watch()
     sample = run_remote_sample(prepare(job), 3, watch.watcher(), None, make)
-    assert sample is not None
     assert (sample.rows, sample.prompt_tokens, sample.generated_tokens, sample.currency) == (3, 7, 3, "EUR")
     assert sample.cost == pytest.approx((7 * 10 + 3 * 100) / 1e6)
     assert len(watch.answers) == 3

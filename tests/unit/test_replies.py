@@ -255,7 +255,6 @@ def test_arguments_without_quotes_are_what_the_schema_allows(schema: object, tex
     ):
         reader = reply_reader("glm4_moe", (tool,), thinks=False, is_call=False)
         (call,) = [*reader.feed(said), *reader.end()]
-        assert isinstance(call, ToolCall)
         assert json.loads(call.arguments) == {"x": value}
 
 

@@ -36,7 +36,6 @@ def setting(machine: str, model: str, workload: Workload, precision: str = "int4
 @pytest.mark.parametrize("workload", [_SMALL, replace(_SMALL, beams=4), replace(_SMALL, sequences=24)], ids=str)
 def test_spans_are_physical(policy: str, workload: Workload) -> None:
     outcome = run_policy(policy, setting("desktop-rtx-3060-12gb", "gpt-oss-20b", workload), record=True)
-    assert outcome is not None
     assert outcome.spans
     ends: dict[tuple[str, bool], float] = defaultdict(float)
     first = outcome.ttft_s
@@ -68,7 +67,6 @@ def faster(machine: HardwareProfile, part: str, factor: float) -> HardwareProfil
         return replace(machine, cpu=replace(machine.cpu, ram_bytes_per_s=machine.cpu.ram_bytes_per_s * factor))
     if part == "disk":
         return replace(machine, disk_bytes_per_s=machine.disk_bytes_per_s * factor)
-    assert machine.gpu is not None
     return replace(machine, gpu=replace(machine.gpu, bytes_per_s=machine.gpu.bytes_per_s * factor))
 
 
@@ -85,8 +83,6 @@ def test_more_bandwidth_makes_nothing_slower(policy: str, part: str) -> None:
     given, before = as_it_is(policy)
     better = replace(given, costs=replace(given.costs, machine=faster(given.costs.machine, part, 1.5)))
     after = run_policy(policy, better)
-    assert before is not None
-    assert after is not None
     # A different timing may change which expert has arrived when a cache must choose: hence the tolerance.
     assert after.seconds <= before.seconds * 1.02
 
@@ -122,12 +118,10 @@ def test_recorded_routing_that_repeats_itself_hits_whenever_the_slots_hold_it() 
     shape = given.costs.model
     same = np.tile(np.arange(shape.experts_per_token, dtype=np.int16), (32, shape.moe_layers, 1))
     outcome = run_policy("Switchyard mixed", replace(given, recorded=same, slots=shape.moe_layers * 8, ways=8))
-    assert outcome is not None
     assert outcome.hit_rate is not None
     assert outcome.hit_rate > 0.9
     changing = np.stack([(same[0] + 8 * token) % shape.experts for token in range(32)]).astype(np.int16)
     other = run_policy("Switchyard mixed", replace(given, recorded=changing, slots=shape.moe_layers * 8, ways=8))
-    assert other is not None
     assert other.hit_rate is not None
     assert other.hit_rate < outcome.hit_rate
 
@@ -243,7 +237,6 @@ def recorded_setting(sequences: int = 1) -> Setting:
 @pytest.mark.parametrize("policy", ["Fiddler", "CPU-GPU collaborative", "on-demand", "Switchyard mixed"])
 def test_spans_and_steps_are_those_of_the_simulation(policy: str) -> None:
     outcome = run_policy(policy, recorded_setting(), record=True)
-    assert outcome is not None
     spans, steps = predicted_records(outcome.spans, first_layer=_MODEL.dense_layers)
     assert spans.dtype == SPAN
     assert steps.dtype == STEP

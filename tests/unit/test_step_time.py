@@ -66,8 +66,6 @@ def test_a_hand_over_is_paid_in_each_layer_that_has_one() -> None:
     step = a_step()
     layers = step.costs.model.moe_layers
     steps = step.costs.steps
-    assert steps is not None
-    assert steps.exchange is not None
     later = replace(steps, exchange=replace(steps.exchange, layer_s=steps.exchange.layer_s + 1e-3))
     step = replace(step, way="cpu")  # else the engine would take the dispatcher
     slow = replace(step, costs=replace(step.costs, steps=later))
@@ -143,7 +141,6 @@ def test_as_the_simulator(machine: str, model: str, misses: Misses) -> None:
     every = shape.moe_layers * shape.experts
     for slots in (0, every // 4, every // 2, every):
         played = run_requests(strategy, Setting(costs, Workload("d", 128, 256), slots=slots, rule=rule))
-        assert played is not None
         assert played.hit_rate is not None
         rate = tokens_per_s_with(profile, shape, config, slots, 1 - played.hit_rate)
         assert rate == pytest.approx(played.decode_tokens_per_s, rel=0.15)

@@ -133,14 +133,12 @@ def test_layers_that_nobody_takes_in_time_are_counted() -> None:
         assert log.end_step(1, step, CPU_ATTENTION) == (1 if step < 4 else 0)
     assert log.dropped == 6
     taken = log.take()
-    assert taken is not None
     assert taken.steps.tolist() == taken.spans["step"].tolist() == taken.experts.tolist() == [0, 1, 2, 3]
     assert log.dropped == 6
     assert log.take() is None
     stamps.stamp(1, 20, 21, 20)
     assert log.end_step(1, 20, CPU_ATTENTION) == 7  # also whom the dropped ones chose
     taken = log.take()
-    assert taken is not None
     assert taken.steps.tolist() == taken.experts.tolist() == [20]
 
 

@@ -1,7 +1,6 @@
 """The thread that tells the window: what is asked for is sent, nothing else is, and nobody waits for it."""
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +23,7 @@ from engine.protocol import (
 from engine.telemetry.lanes import DECODE, EXPERTS, GPU
 from engine.telemetry.recorder import Recorder
 from engine.telemetry.records import SPAN, STEP, Records, unpack
+from tests.refusals import until
 
 MAP = ExpertMap((0,), 1, 1, 1.0, "", "", "", "", "", (1,))
 REPORT = CacheReport((), (), (), 0.0, 0.0, 0.0, 0.0, "", 0, (), ())
@@ -98,13 +98,6 @@ def service(window: Window, recorder: Recorder, monkeypatch: pytest.MonkeyPatch)
     yield made
     made.close()
     assert not recorder.on
-
-
-def until(condition: Callable[[], object]) -> None:
-    give_up_s = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < give_up_s
-        time.sleep(0.005)
 
 
 def test_nothing_is_recorded_until_somebody_watches(service: TelemetryService, window: Window) -> None:

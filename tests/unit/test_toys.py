@@ -408,7 +408,8 @@ import torch
 
 from engine.checkpoint.gguf.file import read_gguf
 from engine.formats.ggml import GGML
-from tests.engine.test_family_parity import decoded_logits, loaded
+from tests.engine.loaded_tiny import opened_model
+from tests.engine.test_family_parity import decoded_logits
 from tests.engine.tiny_families import tiny_checkpoint
 from tests.tiny_gguf import write_model
 
@@ -419,11 +420,11 @@ found = read_gguf(file).tensors
 assert {each.dtype for each in found.values()} == {"F32", "TOY_8"}
 down = found["blk.1.ffn_down_exps.weight"]
 raw = np.fromfile(file, np.uint8, down.nbytes, offset=down.offset).reshape(*down.shape[:-1], -1)
-with loaded(file, "fp32") as exact, torch.no_grad():
+with opened_model(file, "fp32") as exact, torch.no_grad():
     held = exact.bank.layers["model.layers.1.mlp.experts"].stacked["down_proj"]
     assert torch.equal(held, torch.from_numpy(GGML["TOY_8"].dequantise(raw)))
     wanted = torch.cat(decoded_logits(exact.model)).flatten()
-with loaded(file, "auto") as ours, torch.no_grad():
+with opened_model(file, "auto") as ours, torch.no_grad():
     logits = torch.cat(decoded_logits(ours.model)).float().flatten()
     assert ours.info.precision == "stored"
     assert "TOY_8 became 8-bit" in ours.info.device_note

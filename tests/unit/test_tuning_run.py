@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.common.config import EngineConfig
-from engine.common.errors import EngineError, ErrorCode
+from engine.common.errors import ErrorCode
 from engine.common.paths import data_dir
 from engine.hardware.measured import described, load_measurements
 from engine.protocol import StartTuning, TuningFinished, TuningMeasured, TuningPlans, TuningProgress, TuningTimed
@@ -24,6 +24,7 @@ from engine.tuning.saved_results import (
     read_result,
     results_of,
 )
+from tests.refusals import refused
 from tests.unit.made_up_tuning import (
     MACHINE,
     MadeUpEngine,
@@ -63,9 +64,7 @@ def test_the_stages_are_told_in_order_and_the_winner_is_kept(model: Path) -> Non
     ending = run(MadeUpEngine(speeds), EngineConfig(str(model)), events)
     result = ending.result
     assert ending.finished
-    assert result is not None
     won = result.won
-    assert won is not None
     assert (won.precision, won.contestant.config.threads) == ("int8", 2)
     assert result.before is not None
     assert result.gain == pytest.approx(200 / 80)
@@ -85,7 +84,6 @@ def test_the_stages_are_told_in_order_and_the_winner_is_kept(model: Path) -> Non
 def test_each_is_timed_there_and_back_again_without_a_load_at_the_turn(model: Path) -> None:
     engine = MadeUpEngine(speeds)
     ending = run(engine, EngineConfig(str(model)))
-    assert ending.result is not None
     count = len(ending.result.timed)
     assert len(engine.diary) == 2 * count - 1
     assert engine.diary == engine.diary[::-1]
@@ -95,15 +93,12 @@ def test_each_is_timed_there_and_back_again_without_a_load_at_the_turn(model: Pa
 def test_explicit_settings_are_not_touched(model: Path) -> None:
     engine = MadeUpEngine(speeds)
     ending = run(engine, EngineConfig(str(model), precision="bf16", threads=4))
-    assert ending.result is not None
     assert {one.contestant.config.precision for one in ending.result.timed} == {"bf16"}
     assert {one.contestant.config.threads for one in ending.result.timed} == {4}
 
 
 def test_what_runs_now_stays_unless_another_is_faster_by_more_than_noise(model: Path) -> None:
     ending = run(MadeUpEngine(lambda config: 101.0 if config.threads == 2 else 100.0), EngineConfig(str(model)))
-    assert ending.result is not None
-    assert ending.result.won is not None
     assert ending.result.won.contestant.is_before
 
 
@@ -114,11 +109,9 @@ def test_a_plan_that_cannot_be_run_is_a_loser_with_a_reason(model: Path, *, at_l
 
     ending = run(MadeUpEngine(speed, at_load=at_load), EngineConfig(str(model)))
     result = ending.result
-    assert result is not None
     lost = [one for one in result.timed if one.contestant.config.precision == "int8"]
     assert lost
     assert all("9 GB" in one.problem and not one.tokens_per_s for one in lost)
-    assert result.won is not None
     assert result.won.precision != "int8"
     assert "9 GB" in report_text(result)
 
@@ -128,7 +121,6 @@ def test_nothing_can_be_run(model: Path, error: Exception) -> None:
     engine = MadeUpEngine(lambda _config: error)
     ending = run(engine, EngineConfig(str(model)))
     assert ending.finished
-    assert ending.result is not None
     assert ending.result.won is None
     assert results_of(model_mark(model)) == []
     assert engine.info is None
@@ -193,9 +185,8 @@ def test_it_ends_where_it_was_asked_to(model: Path) -> None:
 
 
 def test_a_model_that_is_not_there_is_told_before_anything_is_touched(tmp_path: Path) -> None:
-    with pytest.raises(EngineError) as caught:
+    with refused(ErrorCode.MODEL_NOT_FOUND):
         run(MadeUpEngine(speeds), EngineConfig(str(tmp_path / "missing")))
-    assert caught.value.code == ErrorCode.MODEL_NOT_FOUND
 
 
 def test_a_model_that_fits_nowhere_says_the_nearest(model: Path) -> None:
@@ -271,9 +262,7 @@ def test_what_was_timed_corrects_the_next_predictions(model: Path) -> None:
     assert {one.precision for one in found} >= {"bf16", "int8"}
     again: list[TuningEvent] = []
     ending = run(engine, EngineConfig(str(model)), again)
-    assert ending.result is not None
     won = ending.result.won
-    assert won is not None
     assert won.contestant.predicted_tokens_per_s == pytest.approx(won.tokens_per_s, rel=0.02)
     (plans,) = [event for event in again if isinstance(event, TuningPlans)]
     assert plans.plan.speed.decode_tokens_per_s == pytest.approx(200 * SCALE, rel=0.1)
@@ -297,9 +286,7 @@ def test_a_machine_that_slows_down_meanwhile_is_said_and_treats_all_alike(model:
         return speeds(config) / (1 + 0.02 * heard[0])
 
     ending = run(MadeUpEngine(slowing), EngineConfig(str(model)))
-    assert ending.result is not None
     assert any("slower" in note for note in ending.result.notes)
-    assert ending.result.won is not None
     assert ending.result.won.precision == "int8"
 
 
@@ -334,7 +321,6 @@ def test_what_was_timed_under_load_is_not_kept_and_says_so(model: Path) -> None:
     result = ending.result
     assert ending.finished
     assert not ending.saved
-    assert result is not None
     assert result.was_busy
     assert (ending.others, result.others) == (0.94, 0.94)
     assert "94%" in report_text(result, saved=False)
@@ -373,7 +359,6 @@ def test_it_waits_until_other_programs_have_ended(model: Path) -> None:
     waiting = [event.name for event in events if isinstance(event, TuningProgress) and event.stage == "waiting"]
     assert waiting == ["90%", "60%"]
     assert ending.saved
-    assert ending.result is not None
     assert not ending.result.was_busy
 
 
@@ -412,10 +397,8 @@ def test_a_result_that_is_outrun_is_no_longer_believed(model: Path) -> None:
     run(MadeUpEngine(speeds), config)
     assert kept_corrections(mark, described(MACHINE))
     (kept,) = results_of(mark)
-    assert kept.won is not None
     assert outrun(1.2 * kept.won.tokens_per_s) is None
     marked = outrun(3 * kept.won.tokens_per_s)
-    assert marked is not None
     assert not marked.is_trusted
     assert outrun(3 * kept.won.tokens_per_s) is None  # said once
     assert results_of(mark) == [marked]
@@ -433,7 +416,6 @@ def test_a_card_that_a_plan_does_not_get_is_a_reason_to_lose(model: Path) -> Non
             return self.info
 
     ending = run(FallsBack(speeds), EngineConfig(str(model), device="emulated:slow-link"))
-    assert ending.result is not None
     for one in ending.result.timed:
         assert one.contestant.is_before or "no room" in one.problem
 

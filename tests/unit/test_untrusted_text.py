@@ -263,7 +263,6 @@ def test_a_tokenizer_that_panics_says_why(text: UntrustedText, tmp_path: Path) -
 
 
 def test_a_tokenizer_that_cannot_be_read(text: UntrustedText, tmp_path: Path) -> None:
-    parts: dict[str, Any]
     for parts in ({"pre_tokenizer": split_by("(")}, {"model": {"type": "BPE"}}, {"normalizer": 3}):
         write_tokenizer(tmp_path, **parts)
         with pytest.raises(UntrustedTextError, match="fails"):

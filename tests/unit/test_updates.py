@@ -205,7 +205,6 @@ def test_an_update_and_the_way_back(update: Update) -> None:
     assert state() == ("0.3.0", "0.3.0")
     assert installed.version() == "0.2.0"  # what runs goes on as it is
     engine = installed.current_engine()
-    assert engine is not None
     assert engine.version == "0.2.0"
     assert not list((installed.parts_dir() / "downloads").iterdir())
     assert go_back() == "0.2.0"
@@ -229,7 +228,6 @@ def test_an_engine_with_other_wheels_is_fetched_first(update: Update, server: Se
     assert install_update("0.3.0", choose=choose) is None
     assert state() == ("0.3.0", "0.3.0")
     engine = installed.current_engine("0.3.0")
-    assert engine is not None
     assert engine.whole.proven["torch"] == "2.0"
 
 

@@ -15,8 +15,7 @@ def type_and_send(qtbot: QtBot, page: ChatView, text: str) -> None:
 
 def answered(qtbot: QtBot, page: ChatView, engine: ScriptedEngine, question: str, answer: str) -> None:
     type_and_send(qtbot, page, question)
-    engine.write(answer)
-    engine.finish()
+    engine.reply(answer)
 
 
 def shown(page: ChatView) -> list[tuple[str, str]]:

@@ -1,6 +1,7 @@
 """The chat page: a real store, a scripted engine."""
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 
 import pytest
 from pytestqt.qtbot import QtBot
@@ -27,9 +28,8 @@ def engine() -> ScriptedEngine:
 
 @pytest.fixture
 def store(qtbot: QtBot) -> Iterator[ChatStore]:
-    store = ChatStore()
-    yield store
-    store.close()
+    with closing(ChatStore()) as store:
+        yield store
 
 
 @pytest.fixture

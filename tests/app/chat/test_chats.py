@@ -23,8 +23,7 @@ def test_everything_is_there_after_a_restart(
     page = open_page()
     answered(qtbot, page, engine, "q", "first")
     last_answer(page).acted.emit("regenerate")
-    engine.write("second")
-    engine.finish()
+    engine.reply("second")
     page.presenter.set_system_prompt("be brief")
     page.presenter.set_sampling(Preset.CREATIVE.value)
     page.composer.box.setPlainText("a draft")
@@ -85,7 +84,6 @@ def test_pinning_moves_a_chat_to_the_top_and_it_is_renamed_in_the_list(
     menu.deleteLater()
     page.rename()
     editor = QApplication.focusWidget()
-    assert editor is not None
     editor.setText("  new   name ")  # type: ignore[attr-defined]
     qtbot.keyClick(editor, Qt.Key.Key_Return)
     qtbot.waitUntil(lambda: titles(page) == ["a", "new name"])

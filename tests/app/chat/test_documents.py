@@ -17,13 +17,12 @@ from pytestqt.qtbot import QtBot
 from app.services.chat_store import Attachment, ChatStore, Message, Source
 from app.services.documents import service
 from app.services.documents.index import FILE_NAME, DocumentIndex
-from app.views.chat.answer_message import AnswerMessage
 from app.views.chat.attachment_row import PassageDialog
 from app.views.chat.chat_view import ChatView
-from app.views.chat.transcript import UserMessage
 from engine.batch_files.documents import DocumentReader
 from engine.common.paths import data_dir
 from engine.remote.endpoint import Found, endpoint_at, save_endpoint
+from tests.app.chat.chat_page import last_answer
 from tests.app.scripted_engine import ScriptedEngine
 from tests.made_documents import bomb, docx, pdf
 
@@ -52,14 +51,7 @@ def ask(page: ChatView, engine: ScriptedEngine, qtbot: QtBot, text: str) -> str:
 
 
 def answer(engine: ScriptedEngine, text: str) -> None:
-    engine.write(text)
-    engine.finish()
-
-
-def last_turn(page: ChatView) -> AnswerMessage:
-    turn = page.transcript.turns[-1]
-    assert isinstance(turn, AnswerMessage)
-    return turn
+    engine.reply(text)
 
 
 @pytest.fixture
@@ -82,13 +74,13 @@ def test_a_short_document_is_given_whole_and_cited(
     assert page.presenter.attachments == ()
     assert page.composer.attachments.isHidden()
     answer(engine, "They cost 3 euros [1].")
-    (button,) = last_turn(page).sources.buttons
+    (button,) = last_answer(page).sources.buttons
     assert button.text() == "[1] note.docx"
     answer_again = ask(page, engine, qtbot, "And plums?")
     assert answer_again == "And plums?"
     assert "Plums cost 4." in engine.requests[-1].command.messages[0].content  # where it came, so that a prefix is kept
     answer(engine, "4 euros.")
-    assert [one.text() for one in last_turn(page).sources.buttons] == ["[1] note.docx"]  # the best, as none is cited
+    assert [one.text() for one in last_answer(page).sources.buttons] == ["[1] note.docx"]  # the best, as none is cited
 
 
 def test_of_a_long_document_the_passage_is_given_and_opens_marked(
@@ -108,7 +100,7 @@ def test_of_a_long_document_the_passage_is_given_and_opens_marked(
     number = next(source.number for source in message.sources if "heliotrope" in source.text)
     answering = page.presenter.model.rows[-1].message
     page.presenter.model.update(replace(answering, content=f"Heliotrope [{number}]."))
-    (button,) = last_turn(page).sources.buttons
+    (button,) = last_answer(page).sources.buttons
     assert button.text() == f"[{number}] book.pdf p. 27"
     assert "page 27" in button.accessibleName()
     button.click()
@@ -130,7 +122,6 @@ def test_a_question_about_all_of_it_gets_pieces_from_all_over_and_what_was_asked
     assert "[3]" in given
     answer(engine, "None.")
     turn = page.transcript.turns[0]
-    assert isinstance(turn, UserMessage)
     QTest.keyClick(turn.attachments.chips[0], Qt.Key.Key_Return)
     (dialog,) = page.findChildren(PassageDialog)
     qtbot.waitUntil(lambda: dialog.text.toPlainText().startswith("Page 1 tells"))
@@ -223,7 +214,7 @@ def test_sending_waits_for_a_document_that_is_being_read_and_can_be_stopped(
     assert "Reading" in page.composer.attachments.chips[0].accessibleName()
     page.composer.box.setPlainText("What word?")
     QTest.keyClick(page.composer.box, Qt.Key.Key_Return)
-    assert last_turn(page).figures == "searching the documents"
+    assert last_answer(page).figures == "searching the documents"
     assert page.presenter.stop()
     assert page.presenter.answering_id is None
     page.presenter.regenerate(page.presenter.model.rows[-1].message.id)
@@ -327,7 +318,7 @@ def test_bad_files_say_so_on_their_chips_and_the_chat_goes_on(
         assert chip.accessibleName().endswith(".")
     assert ask(page, engine, qtbot, "Hello?") == "Hello?"
     answer(engine, "Hello.")
-    assert not last_turn(page).sources.buttons
+    assert not last_answer(page).sources.buttons
 
 
 def test_they_are_dropped_on_every_part_of_the_chat(
@@ -336,13 +327,11 @@ def test_they_are_dropped_on_every_part_of_the_chat(
     ask(page, engine, qtbot, "Hi")
     answer(engine, "# Hello\n\n```\ncode\n```\n")
     turn = page.transcript.turns[0]
-    assert isinstance(turn, UserMessage)
     turn.start_editing()
     QTest.qWait(10)
     data = QMimeData()
-    parts = [page.composer, page.composer.box.viewport(), page.transcript.viewport(), last_turn(page), page.title_bar]
-    parts += [page.panel, turn, *last_turn(page).body.findChildren(QWidget)]
-    assert turn.editor is not None
+    parts = [page.composer, page.composer.box.viewport(), page.transcript.viewport(), last_answer(page), page.title_bar]
+    parts += [page.panel, turn, *last_answer(page).body.findChildren(QWidget)]
     parts += [turn.editor.viewport(), page.sent_note]
     for number, part in enumerate(parts):
         path = tmp_path / f"{number}.txt"
@@ -438,7 +427,6 @@ def test_the_chip_says_when_it_goes_to_another_server(
     page.presenter.choose_model("endpoint:Office/m")
     assert "goes to Office" in page.composer.attachments.chips[0].accessibleName()
     page._send("What is it?")
-    assert page.question is not None
     assert "documents" in page.question.informativeText()
     page.question.reject()
 
@@ -460,7 +448,7 @@ def test_no_file_is_read_and_no_index_asked_on_the_windows_thread(
     attach(page, qtbot, folder, book)
     ask(page, engine, qtbot, "What burns in the lamp?")
     answer(engine, "Paraffin.")
-    last_turn(page).sources.buttons[0].click()
+    last_answer(page).sources.buttons[0].click()
     (dialog,) = page.findChildren(PassageDialog)
     qtbot.waitUntil(lambda: bool(dialog.text.toPlainText()))
     dialog.close()

@@ -76,8 +76,7 @@ def test_each_answer_says_who_else_gave_it_and_what_is_about_this_pc_is_hidden(
         page.presenter.choose_model(model)
         write(page, text)
         assert strips[0].isVisible() is not bool(model)
-        engine.write("Hi")
-        engine.finish(rate=24.6)
+        engine.reply("Hi", rate=24.6)
     answers = [turn for turn in page.transcript.turns if isinstance(turn, AnswerMessage)]
     assert [each.figures.split("  ·  ")[0] for each in answers] == ["24.6 tokens/s", "m (Here)", "24.6 tokens/s"]
 
@@ -95,12 +94,10 @@ def test_what_is_written_goes_there_once_people_agree(page: ChatView, engine: Sc
     write(page)
     answer_question(page, "Send it there")
     command = engine.requests[0].command
-    assert command.remote is not None
     assert (command.remote.endpoint, command.remote.model) == (RACK, "org/big")
     assert command.remote.chosen == ("max_tokens",)
     assert page.composer.text == ""
-    engine.write("Hi")
-    engine.finish()
+    engine.reply("Hi")
     page.question = None
     write(page, "And again")
     assert page.question is None
@@ -113,7 +110,6 @@ def test_settings_of_the_chat_are_sent(page: ChatView, engine: ScriptedEngine) -
     page.presenter.set_sampling(SamplingParams(temperature=0.3))
     write(page)  # nobody is asked about a server on this machine
     remote = engine.requests[0].command.remote
-    assert remote is not None
     assert remote.chosen is None
     assert engine.requests[0].command.sampling.temperature == 0.3
 
@@ -134,8 +130,7 @@ def test_speeds_and_failures_of_another_server_say_nothing_of_the_model_here(
     engine.answered.connect(heard.append)
     page.presenter.choose_model(remote_name(HERE, "m"))
     write(page)
-    engine.write("Hi")
-    engine.finish(rate=900.0)
+    engine.reply("Hi", rate=900.0)
     assert heard == []
     page.presenter.choose_model("")
     assert "900" not in page.title_bar.model_button.accessibleName()
@@ -148,8 +143,7 @@ def test_speeds_and_failures_of_another_server_say_nothing_of_the_model_here(
 
 def test_each_chat_keeps_its_own(page: ChatView, engine: ScriptedEngine) -> None:
     write(page, "Stay here")
-    engine.write("Yes")
-    engine.finish()
+    engine.reply("Yes")
     first = page.presenter.conversation.id
     page.new_chat()
     page.presenter.choose_model(remote_name(HERE, "m"))
@@ -185,8 +179,7 @@ def test_a_chat_from_a_file_goes_nowhere_by_itself(
 def test_nothing_else_answers_when_the_server_is_gone(page: ChatView, engine: ScriptedEngine) -> None:
     page.presenter.choose_model(remote_name(HERE, "m"))
     write(page)
-    engine.write("Hi")
-    engine.finish()
+    engine.reply("Hi")
     remove_endpoint("Here")
     page._endpoints.look_again()
     assert "Here is no longer in the list" in page.sent_note.text()
@@ -226,25 +219,20 @@ def test_new_chats_begin_with_it_if_wanted(page: ChatView, qtbot: QtBot) -> None
 def test_its_context_is_watched_and_it_writes_the_summary(page: ChatView, engine: ScriptedEngine) -> None:
     page.presenter.choose_model(remote_name(HERE, "m"))
     write(page, "First: " + "word" * 1500)
-    engine.write("Yes: " + "word" * 1500)
-    engine.finish(prompt_tokens=1520)
+    engine.reply("Yes: " + "word" * 1500, prompt_tokens=1520)
     assert page.composer.meter.accessibleName().endswith("4,096")
     asked = len(engine.requests)
     write(page, "Second: " + "word" * 1500)
     assert len(engine.requests) == asked
     page.room.banner.fold_button.click()
     summary = engine.requests[-1].command
-    assert summary.remote is not None
     assert summary.remote.model == "m"
-    engine.write("They said words.")
-    engine.finish()
+    engine.reply("They said words.")
     assert "They said words." in engine.requests[-1].command.messages[-1].content  # the second piece goes on with it
-    engine.write("They said more words.")
-    engine.finish()
+    engine.reply("They said more words.")
     assert engine.requests[-1].command.remote is not None
     assert [turn.role for turn in engine.requests[-1].command.messages] == ["system", "user"]
     card = page.presenter.model.rows[0].card
-    assert card is not None
     assert card.fold.model == "m (Here)"
     page.room.open()
     assert "set by" in page.room.popover.cost.text()

@@ -134,8 +134,7 @@ def test_they_are_sent_before_the_text_and_shown_in_the_chat(
     assert page.composer.pictures.isHidden()
     shown = page.transcript.turns[0].findChildren(PictureRow)[0]
     assert shown.findChildren(QLabel)[0].accessibleName() == "Picture 1 of 1, 40 by 30 pixels"
-    engine.write("Teal.")
-    engine.finish()
+    engine.reply("Teal.")
     write(page, "Really?")
     assert [bool(each.parts) for each in engine.requests[1].command.messages] == [True, False, False]
     engine.finish()
@@ -165,8 +164,7 @@ def test_a_model_on_this_pc_that_sees_is_sent_them_and_says_what_they_cost(
     write(page, "What is it?")
     (message,) = engine.requests[0].command.messages
     assert [part["type"] for part in json.loads(message.parts)] == ["image_url", "text"]
-    engine.write("Teal.")
-    engine.finish()
+    engine.reply("Teal.")
     page.presenter.regenerate(page.presenter.model.rows[-1].message.id)
     assert engine.requests[1].command.messages == engine.requests[0].command.messages
     engine.finish()
@@ -415,7 +413,6 @@ def test_unsent_ones_and_the_text_with_them_survive_a_kill(
 ) -> None:
     command, variables = python_module("tests.app.unsent_script")
     with subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, **variables}) as window:
-        assert window.stdout is not None
         assert window.stdout.readline().strip() == b"kept"
         window.kill()
     page = open_page()
@@ -494,8 +491,7 @@ def test_they_are_kept_with_the_chat_branched_exported_and_deleted_with_it(
 
     pictures = attach(page, qtbot, image(), image(50, 50))
     write(page, "Which?")
-    engine.write("Both.")
-    engine.finish()
+    engine.reply("Both.")
     chat = page.presenter.conversation.id
     assert loaded(chat).pictures == pictures
     page.presenter.branch(page.presenter.model.rows[-1].message.id)

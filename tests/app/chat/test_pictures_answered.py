@@ -42,7 +42,6 @@ def test_a_picture_is_answered_about_in_a_chat_and_for_another_program(
     open_page: Callable[[], ChatView], engine: EngineClient, settings: Settings, qtbot: QtBot
 ) -> None:
     page = open_page()
-    assert engine.model is not None
     assert engine.model.sees
     picture = QImage.fromData(file_of(coloured(1, 64, 48), "PNG"))
     with qtbot.waitSignal(page.presenter.attached):

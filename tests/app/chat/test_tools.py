@@ -12,7 +12,6 @@ from pytestqt.qtbot import QtBot
 from app.services.chat_store import ChatStore, MessageState
 from app.services.chat_store.records import Attachment
 from app.services.tools import Tools
-from app.views.chat.answer_message import AnswerMessage
 from app.views.chat.chat_view import ChatView
 from engine.batch_files.opening import InputForm, counted_rows, open_source
 from engine.common.chat import Tool
@@ -21,6 +20,7 @@ from engine.remote.endpoint import endpoint_at, save_endpoint
 from engine.tools import rounds
 from engine.tools.rounds import OfferedTool, Outcome
 from engine.tools.servers import ToolServer
+from tests.app.chat.chat_page import last_answer
 from tests.app.scripted_engine import ScriptedEngine
 
 WEB = ToolServer("web", "npx", tools=(Tool("search", "Searches.", '{"type": "object"}'),))
@@ -57,12 +57,6 @@ def begin(page: ChatView, engine: ScriptedEngine, qtbot: QtBot, text: str = "How
     qtbot.waitUntil(lambda: len(engine.requests) > before)
 
 
-def answer_of(page: ChatView) -> AnswerMessage:
-    turn = page.transcript.turns[-1]
-    assert isinstance(turn, AnswerMessage)
-    return turn
-
-
 def test_tools_are_off_until_a_chat_switches_them_on(page: ChatView, engine: ScriptedEngine, qtbot: QtBot) -> None:
     page.presenter.send("Hi")
     assert engine.requests[0].command.tools == ()
@@ -94,13 +88,11 @@ def test_a_round_of_calls_and_the_answer_behind_it(
         ("tool", "The expression divides by zero."),
     ]
     assert (said[0].reasoning, [call.id for call in said[0].tool_calls]) == ("Hm.", [turn.answers for turn in said[1:]])
-    engine.write("It is 42.")
-    engine.finish()
+    engine.reply("It is 42.")
     message = page.presenter.model.rows[-1].message
     assert (message.content, message.state, len(message.steps)) == ("It is 42.", MessageState.COMPLETE, 1)
     assert [use.state for use in message.steps[0].calls] == ["done", "failed", "failed"]
-    rows = answer_of(page).calls
-    assert rows is not None
+    rows = last_answer(page).calls
     assert len(rows.rows) == 3
     row = next(iter(rows.rows.values()))
     row.header.click()
@@ -127,8 +119,7 @@ def test_it_asks_before_a_tool_of_a_server_runs(
     begin(page, engine, qtbot)
     for answer, runs in (("Deny", 0), ("Allow once", 1), ("Allow in this chat", 2)):
         engine.call(("search", json.dumps({"for": answer})))
-        calls = answer_of(page).calls
-        assert calls is not None
+        calls = last_answer(page).calls
         row = list(calls.rows.values())[-1]
         assert row.card is not None
         assert len(ran) == max(runs - 1, 0)
@@ -141,8 +132,7 @@ def test_it_asks_before_a_tool_of_a_server_runs(
     assert engine.requests[1].command.messages[-1].content == "The user did not allow this call."
     engine.call(("search", "{}"))  # which this chat allows now
     assert len(ran) == 3
-    engine.write("Done.")
-    engine.finish()
+    engine.reply("Done.")
     page.presenter.new_chat()
     page.presenter.set_tools(True)
     page.presenter.send("Another")
@@ -166,8 +156,7 @@ def test_the_same_call_three_times_is_noticed(page: ChatView, engine: ScriptedEn
     assert asked.tools == ()  # it answers with what it has
     assert "clock was called with the same arguments 3 times" in asked.messages[-2].content
     assert asked.messages[-1].role == "user"
-    engine.write("It is noon.")
-    engine.finish()
+    engine.reply("It is noon.")
     message = page.presenter.model.rows[-1].message
     assert (message.state, message.content) == (MessageState.COMPLETE, "It is noon.")
 
@@ -182,8 +171,7 @@ def test_rounds_and_calls_at_once_are_limited(
         engine.call(("calculator", json.dumps({"expression": str(number)})))
         qtbot.waitUntil(lambda number=number: len(engine.requests) == number + 2)
     assert "3 times in a row" in engine.requests[-1].command.messages[-2].content
-    engine.write("Enough.")
-    engine.finish()
+    engine.reply("Enough.")
     page.presenter.send("Again")
     qtbot.waitUntil(lambda: len(engine.requests) == 6)
     engine.call(*[("calculator", json.dumps({"expression": str(number)})) for number in range(3)])
@@ -222,8 +210,7 @@ def test_without_tools_earlier_calls_are_only_their_texts(page: ChatView, engine
     engine.write("I compute.")
     engine.call(("calculator", '{"expression": "6*7"}'))
     qtbot.waitUntil(lambda: len(engine.requests) == 2)
-    engine.write("It is 42.")
-    engine.finish()
+    engine.reply("It is 42.")
     page.composer.tools_button.click()
     page.presenter.send("Thanks")
     said = engine.requests[2].command.messages
@@ -265,8 +252,7 @@ def test_documents_that_a_model_searches(page: ChatView, engine: ScriptedEngine,
     qtbot.waitUntil(lambda: len(engine.requests) == 2, timeout=20_000)
     found = engine.requests[1].command.messages[-1]
     assert (found.role, "heliotrope" in found.content, "book.md" in found.content) == ("tool", True, True)
-    engine.write("Heliotrope.")
-    engine.finish()
+    engine.reply("Heliotrope.")
     # In another chat nothing is attached.
     page.presenter.new_chat()
     page.presenter.set_tools(True)
@@ -296,8 +282,7 @@ def test_calls_and_results_and_the_tools_themselves_take_room(
     engine.call(("search", json.dumps({"for": "word" * 1000})))  # the result holds its arguments once more
     qtbot.waitUntil(lambda: len(engine.requests) == 2)
     assert used(page) > 2300
-    engine.write("That much.")
-    engine.finish(prompt_tokens=2800)
+    engine.reply("That much.", prompt_tokens=2800)
     assert used(page) > 2800  # as it was counted
     page.composer.box.setPlainText("And the other?")
     qtbot.waitUntil(lambda: used(page) > 2300, timeout=30_000)

@@ -36,8 +36,7 @@ def test_a_message_sent_while_the_model_loads_waits_in_sight(
     assert last_answer(page).figures == "waiting for the model to load 40%"
     assert engine.requests == []
     engine.end_loading()
-    engine.write("Hello!")
-    engine.finish()
+    engine.reply("Hello!")
     assert shown(page)[-1] == ("assistant", "Hello!")
     assert page.title_bar.model_button.words == "Starter · bf16 · 24.6 tokens/s"
     assert page.title_bar.device_chip.text == "CPU · 2 threads"
@@ -76,8 +75,7 @@ def test_the_engine_dies_is_restarted_and_the_chat_goes_on(
     assert answer._restart.isHidden()
     qtbot.mouseClick(answer._note_continue, Qt.MouseButton.LeftButton)
     assert [m.role for m in engine.requests[-1].command.messages] == ["user", "assistant", "user"]
-    engine.write("and the rest")
-    engine.finish()
+    engine.reply("and the rest")
     assert shown(page)[-1] == ("assistant", "and the rest")
     with qtbot.waitSignal(store.loaded) as loaded:
         store.load(page.presenter.conversation.id)
@@ -93,8 +91,7 @@ def test_a_message_sent_to_a_dead_engine_waits_for_the_restart(
     engine.restart()
     engine.start_loading()
     engine.end_loading()
-    engine.write("Yes")
-    engine.finish()
+    engine.reply("Yes")
     assert shown(page)[-1] == ("assistant", "Yes")
     assert last_answer(page).note == ""
 
@@ -157,8 +154,7 @@ def test_a_job_is_told_and_shares(open_page: Callable[[], ChatView], engine: Scr
     type_and_send(qtbot, page, "Hello?")
     assert "shares the engine with your chat" in hint.text
     assert "25%" in hint.text
-    engine.write("Hello!")
-    engine.finish()
+    engine.reply("Hello!")
     assert "is running" in hint.text
     with qtbot.waitSignal(page.page_wanted) as wanted:
         qtbot.mouseClick(hint.button, Qt.MouseButton.LeftButton)

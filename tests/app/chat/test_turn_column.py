@@ -64,7 +64,6 @@ def test_turns_lie_where_all_of_them_together_would_lie(qtbot: QtBot, seed: int)
     random_ = random.Random(seed)
     area = area_with(qtbot)
     column = area.widget()
-    assert isinstance(column, TurnColumn)
     column.set_margins(MARGINS)
     turns: list[Turn] = []
 

