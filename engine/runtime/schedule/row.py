@@ -16,14 +16,13 @@ from engine.kernels.native.paged_attention import Piece
 from engine.runtime.decode.beam_search import Beams, BeamStep
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.sequence import Sequence
-from engine.runtime.decode.speculation import Guess, Speculation
+from engine.runtime.decode.speculation import Guess, HeadDrafter, Speculation
 from engine.runtime.kv.paged_cache import PagedCaches
 from engine.runtime.kv.pages import PageKind, PagePool, Prefix, prefix_after
 from engine.runtime.prefix_cache.blocks import BLOCK_TOKENS, BlockLayout, block_into_pages, into_pages, state_into_pages
 from engine.runtime.prefix_cache.store import Found, PrefixCache, Reused
 
 if TYPE_CHECKING:
-    from engine.runtime.decode.head_drafter import HeadDrafter
     from engine.runtime.kv.library_caches import LibraryCaches
 
 _BEFORE_END = 16
