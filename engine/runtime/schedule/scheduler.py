@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
@@ -33,8 +33,15 @@ from engine.runtime.schedule.request import Preparation
 from engine.runtime.schedule.row import PagedRow
 from engine.runtime.schedule.times import Times
 
-if TYPE_CHECKING:
-    from engine.runtime.engine import Engine
+
+class Places(Protocol):
+    """What loads the model without its card, and with it again: `Engine`, which stands above this."""
+
+    def without_card(self, *, is_lost: bool) -> LoadedModel: ...
+
+    def may_return(self) -> bool: ...
+
+    def with_card(self) -> LoadedModel: ...
 
 
 class Scheduler:
@@ -51,7 +58,7 @@ class Scheduler:
         self,
         loaded: LoadedModel,
         on_news: Callable[[], None] = lambda: None,
-        places: Engine | None = None,
+        places: Places | None = None,
         on_note: Callable[[str], None] = lambda _note: None,
     ) -> None:
         self.on_news, self._places, self._on_note = on_news, places, on_note
