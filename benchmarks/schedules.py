@@ -197,7 +197,7 @@ class PartsTimer:
         def cache_there() -> Any:
             layer.fetch_cache(number)
             cache = layer.caches.pop(number)
-            for part in cache.parts:
+            for part in cache:
                 part.arrived.result().wait()
             return cache
 

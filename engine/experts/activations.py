@@ -61,8 +61,7 @@ class Activations:
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self._down: dict[str, Buffer] = {}
-        self._up, self._landed_bundle = self._on_host(), self._on_host()
+        self._down, self._up, self._landed_bundle = (self._on_host() for _ in range(3))
         self._landed, self._rows = (Buffer(self._room, device.memory.release) for _ in range(2))
         self._packed = Buffer(lambda n: torch.empty(_roomy(n), dtype=torch.uint8, device=device.torch_device))
         self._going_up: Event | None = None
@@ -73,17 +72,13 @@ class Activations:
         host = self.device.host_memory
         return Buffer(lambda nbytes: host.allocate(_roomy(nbytes)), host.release)
 
-    def to_host(self, tensor: torch.Tensor, name: str, *, is_computed: bool = False) -> torch.Tensor:
-        """Copies `tensor` to the CPU once it is computed.  The result is valid until the next call with this name.
-
-        Args:
-            is_computed: the host knows that it is: the copy does not wait for what the device was given since.
-        """
-        device = self.device
-        is_computed &= tensor.is_contiguous()
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copies what the host knows to be computed to the CPU, where it is valid until the next call: the copy does
+        not wait for what the device was given since."""
+        device, is_there = self.device, tensor.is_contiguous()
         tensor = tensor.contiguous()
-        target = _as(self._down.setdefault(name, self._on_host()).get(tensor.nbytes), tensor)
-        if device.compute_follows_caller and not is_computed:
+        target = _as(self._down.get(tensor.nbytes), tensor)
+        if device.compute_follows_caller and not is_there:
             device.small_copy_stream.wait(device.compute_stream.record())
         self._copy(target, tensor, Direction.D2H, lanes.HIDDEN).wait()
         return target
@@ -175,7 +170,7 @@ class Activations:
     def close(self) -> None:
         """Frees the buffers, which must no longer be in use.  Idempotent."""
         self._bundles = {}
-        for buffer in (*self._down.values(), self._up, self._landed, self._rows, self._packed, self._landed_bundle):
+        for buffer in (self._down, self._up, self._landed, self._rows, self._packed, self._landed_bundle):
             buffer.free()
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, direction: Direction, name: int) -> Event:

@@ -20,7 +20,7 @@ from engine.common.falls import FALLS
 from engine.devices.failures import as_engine_error
 from engine.devices.memory_budget import DeviceMemoryError
 from engine.experts.activations import Activations
-from engine.experts.executor import PartialSums, Routing, StepObserver, record_uses
+from engine.experts.executor import PartialSums, Routing, record_uses
 from engine.experts.latency import LatencyModel
 from engine.experts.misses import CACHE_OFF, MIXED, ExpertLayer, Step, Way, ways_of
 from engine.experts.record_source import Arrivals, Held, RecordSource
@@ -76,8 +76,7 @@ class HybridExperts(ExpertLayer):
     Args:
         cache, layer, source, make_kernel, latency, activations: see `ExpertLayer`.
         mode: how misses are served, see `engine.experts.misses.modes`.
-        prefetcher: observes decode steps.
-        number: of the layer, for the prefetcher; `layer` if None.
+        number: of the layer, for who observes decode steps; `layer` if None.
 
     Attributes:
         tokens: steps of a single token that the device computes by itself, if it does.
@@ -102,11 +101,9 @@ class HybridExperts(ExpertLayer):
         latency: LatencyModel,
         activations: Activations,
         mode: str = MIXED,
-        prefetcher: StepObserver | None = None,
         number: int | None = None,
     ) -> None:
-        number = layer if number is None else number
-        super().__init__(cache, layer, source, make_kernel, latency, activations, number, prefetcher)
+        super().__init__(cache, layer, source, make_kernel, latency, activations, layer if number is None else number)
         # An emulated device is a part of this machine's load, and what is modelled takes the same whatever else runs.
         self.is_busy = _busy_lately if cache.device.compute_follows_caller else _never
         self.prompts = PromptChoice(self.is_busy)

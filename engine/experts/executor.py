@@ -359,22 +359,17 @@ class ExpertExecutor:
     Args:
         source: its records.
         number: of the layer, for the observers.
-        observer: observes steps of up to `MAX_TOKENS` tokens; may be set later.
         ahead: observes longer steps.
+
+    Attributes:
+        observer: observes steps of up to `MAX_TOKENS` tokens.
     """
 
     records_itself = True
+    observer: StepObserver | None = None
 
-    def __init__(
-        self,
-        source: RecordSource,
-        number: int,
-        observer: StepObserver | None = None,
-        ahead: RamTier | None = None,
-    ) -> None:
-        self.source = source
-        self._number, self.observer = number, observer
-        self._ahead = ahead
+    def __init__(self, source: RecordSource, number: int, ahead: RamTier | None = None) -> None:
+        self.source, self._number, self._ahead = source, number, ahead
 
     def number_in_model(self, number: int) -> None:
         """Sets the number of its decoder layer, for the timeline of copies to a device."""

@@ -19,7 +19,7 @@ from engine.common import clock
 from engine.common.costs import Cost
 from engine.devices.device import Event
 from engine.experts.activations import Activations
-from engine.experts.executor import ExpertExecutor, PartialSums, Routing, StepObserver, Work
+from engine.experts.executor import ExpertExecutor, PartialSums, Routing, Work
 from engine.experts.latency import LatencyModel
 from engine.experts.record_source import Arrivals, Held, RecordSource
 from engine.experts.shares import Estimate, PromptWay
@@ -68,7 +68,7 @@ class ExpertLayer(ExpertExecutor):
 
     Args:
         layer: its index in the cache.
-        source, number, observer: as of `ExpertExecutor`.
+        source, number: as of `ExpertExecutor`.
         make_kernel: binds a kernel to slots; the same object for all layers that compute alike.
         latency: of an expert, on either side.
     """
@@ -82,9 +82,8 @@ class ExpertLayer(ExpertExecutor):
         latency: LatencyModel,
         activations: Activations,
         number: int,
-        observer: StepObserver | None,
     ) -> None:
-        super().__init__(source, number, observer)
+        super().__init__(source, number)
         self.cache, self.layer = cache, layer
         self.make_kernel, self.latency, self.activations = make_kernel, latency, activations
         self.device = cache.device
@@ -374,7 +373,7 @@ class OnCpu(Way):
         begun_s, to_come = clock.now(), _bytes_to_come(step)
         if step.host_hidden is None:
             # The routing came after it, and is here. Hits and fetched experts that are queued are not waited for.
-            step.host_hidden = activations.to_host(step.hidden, "hidden", is_computed=True)
+            step.host_hidden = activations.to_host(step.hidden)
         tokens = [step.routing.tokens(expert) for expert in experts]
         out = activations.outgoing((sum(tokens), step.hidden.shape[1]), step.hidden.dtype)
         took_s = step.sums.on_host(layer.source.kernel, step.host_hidden, experts, held.rows, out)

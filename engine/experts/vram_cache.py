@@ -282,6 +282,10 @@ class Lookup:
     admitted: list[int] = field(default_factory=list)
 
 
+_MOST_IN_FLIGHT = 8
+"""Copies with which no other that nobody waits for is begun, so that urgent ones do not queue long."""
+
+
 class VramCache:
     """Slots for the experts of `layers` layers whose records have one layout.  Safe to use from several threads.
 
@@ -294,7 +298,6 @@ class VramCache:
         policy: one of `engine.experts.cache.policies`, or `auto`.
         popularity: uses of each `key_of(layer, expert)` in a calibration, for the static policy.
         staging: extra slots for experts that are fetched to be computed at once; allocated first.
-        most_in_flight: limit on copies in flight for starting non-urgent ones, so that urgent ones do not queue long.
     """
 
     def __init__(
@@ -309,13 +312,12 @@ class VramCache:
         policy: str = ADAPTIVE,
         popularity: Mapping[Key, float] | None = None,
         staging: int = 3,
-        most_in_flight: int = 8,
     ) -> None:
         self.device, self.layout = device, layout
         self.counters = VramCounters()
         self.note: str | None = None
         self._before_others = 0
-        self._layers, self._experts, self._most_in_flight = layers, experts, most_in_flight
+        self._layers, self._experts = layers, experts
         self._ways = None if ways is None else max(1, min(ways, experts))
         self._memory = DeviceSlots(device, layout, pool_segment_slots(slots, layers * experts, self._ways), layers)
         self._tier = Tier(self._memory, layers, experts, layout.nbytes, policy, popularity, self.counters)
@@ -491,7 +493,7 @@ class VramCache:
         with self._lock:
             self._settle()
             for expert in experts:
-                if len(tier.copies) >= self._most_in_flight or begun == most:
+                if len(tier.copies) >= _MOST_IN_FLIGHT or begun == most:
                     break
                 begun += tier.bring(layer, expert, held, Purpose.POST_FETCH) is not None
         return begun
@@ -503,7 +505,7 @@ class VramCache:
             self._settle()
             if not tier.absent(layer, [expert]):
                 return False
-            if len(tier.copies) >= self._most_in_flight or source.lendable <= 0:
+            if len(tier.copies) >= _MOST_IN_FLIGHT or source.lendable <= 0:
                 return False
             held = source.hold_present([expert])
             try:

@@ -247,11 +247,10 @@ def quantise(
     target_format: TiledFormat,
     pairing: Pairing = Pairing.PLAIN,
     kernels: NativeKernels | None = None,
-    empty: Callable[..., torch.Tensor] = torch.empty,
 ) -> TiledMatrix:
-    """[rows, columns] -> the same in `target_format`, on the same device; `empty` allocates it, like torch's."""
+    """[rows, columns] -> the same in `target_format`, on the same device."""
     rows, columns = weight.shape
-    target = TiledMatrix.empty(TiledShape(rows, columns, target_format, pairing), weight.device, empty)
+    target = TiledMatrix.empty(TiledShape(rows, columns, target_format, pairing), weight.device)
     quantise_into(weight, target, kernels)
     return target
 

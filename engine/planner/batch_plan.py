@@ -27,12 +27,21 @@ from engine.planner.engine_memory import (
     ram_usable,
     written_bytes,
 )
-from engine.planner.plan_parts import BatchPlan, Limits, TierBytes, Workload, share_on_disk, with_all_visits
+from engine.planner.plan_parts import BatchPlan, Limits, TierBytes, Workload
 from engine.planner.plan_search import EXECUTED_SCHEDULES, Question, run_shared
-from engine.planner.policy_search import PAGE, PerformanceModel, block_times, fewest_batches
+from engine.planner.policy_search import PAGE, block_times, fewest_batches
 from engine.planner.schedules import SCHEDULES
-from engine.planner.simulator.plans import CGOPIPE, FLEXGEN_S4, KLOTSKI, BatchSystem, run_batch, system_of
+from engine.planner.simulator.plans import (
+    CGOPIPE,
+    FLEXGEN_S4,
+    KLOTSKI,
+    BatchSystem,
+    performance_of,
+    run_planned,
+    system_of,
+)
 from engine.planner.simulator.request import Outcome
+from engine.planner.simulator.requests import Setting
 from engine.planner.simulator.sweeps import OffloadPolicy
 
 GIVEN = "The policy that was given"
@@ -145,12 +154,7 @@ def given_outcome(question: Question, given: BatchPlan) -> tuple[Outcome | None,
         return None, "there is no graphics card to use"
     cards = Cards.EXPERTS if gpu.count > 1 else Cards.LAYERS
     question = replace(question, cards=cards)
-    setting, work, decode = question.setting(), question.workload, SCHEDULES[given.decode]
-    costs, rule = setting.costs, setting.rule
-    assert rule is not None
-    is_klotski = "klotski" in given.decode
-    if is_klotski:
-        rule = with_all_visits(rule, costs.model)
+    work, decode = question.workload, SCHEDULES[given.decode]
     sequences = min(given.sequences, work.sequences)
     policy = OffloadPolicy(
         sequences,
@@ -160,30 +164,16 @@ def given_outcome(question: Question, given: BatchPlan) -> tuple[Outcome | None,
         decode.experts_in_ram,
         given.cache_on_card,
     )
-    performance = PerformanceModel(costs, work, rule)
-    kv = performance.kv_bytes() * sequences
-    on_card = performance.working_bytes(policy) + kv * policy.cached
-    room, in_ram = performance.card_room(policy.resident), kv * (1 - policy.cached)
+    is_klotski = "klotski" in given.decode
+    name = KLOTSKI if is_klotski else CGOPIPE if decode is not SCHEDULES["s4"] else FLEXGEN_S4
+    performance = performance_of(name, question.setting())
+    (on_card, in_ram), room = performance.held_bytes(policy), performance.card_room(policy.resident)
     if on_card > room:
         return None, f"it takes {rounded_up(round(on_card - room))} more than the graphics card has"
-    if in_ram > rule.ram:
-        return (
-            None,
-            f"keys and values of {sequences} rows take {rounded_up(round(in_ram - rule.ram))} more RAM than there is",
-        )
+    if (missing := round(in_ram - performance.rule.ram)) > 0:
+        return None, f"keys and values of {sequences} rows take {rounded_up(missing)} more RAM than there is"
     system = BatchSystem(SCHEDULES[given.prefill], decode, page_tokens=PAGE, dense_stays=True)
-    name = KLOTSKI if is_klotski else CGOPIPE if decode is not SCHEDULES["s4"] else FLEXGEN_S4
-    found = run_batch(
-        name,
-        system,
-        costs,
-        work,
-        policy,
-        chunk=rule.chunk,
-        disk_share=share_on_disk(costs.machine, costs.model, costs.precision, kv_bytes=in_ram, rule=rule),
-        vram_bytes=rule.card - room + on_card,
-    )
-    return replace(found, cards=cards), ""
+    return replace(run_planned(name, system, performance, policy), cards=cards), ""
 
 
 def question_of(
@@ -244,10 +234,8 @@ def batch_memory(costs: Costs, limits: Limits, workload: Workload, outcome: Outc
     gpu, policy = costs.machine.gpu, outcome.batch
     assert gpu is not None
     assert policy is not None
-    rule = memory_rule(costs, limits)
-    if outcome.policy == KLOTSKI:
-        rule = with_all_visits(rule, model)
-    performance = PerformanceModel(costs, workload, rule)
+    performance = performance_of(outcome.policy, Setting(costs, workload, rule=memory_rule(costs, limits)))
+    rule = performance.rule
     record, kv = round(rule.record or 0), round(performance.kv_bytes()) * policy.sequences
     kv_on_card = round(kv * policy.cached)
     card = TierBytes(

@@ -5,14 +5,17 @@ With a card the simulated schedules predict it (`plan_batch`); both end up as a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from itertools import islice
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from engine.common.footprint import PAGE_TOKENS, round_up
 
 if TYPE_CHECKING:
+    from engine.checkpoint.model_shape import ModelShape
     from engine.planner.costs import Costs
+    from engine.planner.plan_parts import BatchPlan
 
 BATCH_ROWS = 256
 """Most rows in progress at once when there is no plan."""
@@ -26,6 +29,8 @@ _ATTENDED = 0.5
 
 _READ_ROWS = 48
 """Rows that say what a job's rows are like: enough for a mean, and quick."""
+_COUNTED_ROWS = 4096
+"""Rows that are counted at most until the next piece: a piece of text is 8 KiB."""
 
 
 class Bottleneck(StrEnum):
@@ -47,24 +52,46 @@ class JobRows:
     Attributes:
         rows: number of rows.
         prompt_tokens, generated_tokens: mean per row; generated tokens are an estimate, or the limit.
+        shared_tokens: with which all prompts begin: they are read, and held, once.
     """
 
     rows: int
     prompt_tokens: float
     generated_tokens: float
+    shared_tokens: float = 0.0
+
+    @property
+    def own_tokens(self) -> float:
+        """Prompt tokens that are read for each row."""
+        return max(1.0, self.prompt_tokens - self.shared_tokens)
 
 
 _Row = TypeVar("_Row")
 
 
 def first_rows(read: Iterable[tuple[float, _Row]]) -> tuple[list[_Row], int]:
-    """(a job's first rows, how many there seem to be in all), from rows and the share of the input that they end."""
-    found, reached = list[_Row](), 0.0
-    for share, row in islice(read, _READ_ROWS):
-        reached = share
-        found.append(row)
-    is_all = len(found) < _READ_ROWS or reached <= 0
-    return found, len(found) if is_all else max(len(found), round(len(found) / reached))
+    """(a job's first rows, how many there seem to be in all), from rows and the share of the input that was read by
+    then.
+
+    A file is read piece by piece, so rows are counted until its next piece.
+    """
+    found, count, reached = list[_Row](), 0, 0.0
+    for share, row in read:
+        if len(found) < _READ_ROWS:
+            found.append(row)
+        elif share != reached or not share or count == _COUNTED_ROWS:
+            break
+        count, reached = count + 1, share
+    is_all = count < _READ_ROWS or reached <= 0
+    return found, count if is_all else max(count, round(count / reached))
+
+
+def shared_length(prompts: Sequence[Any]) -> int:
+    """With how many items all of these texts, or lists of tokens, begin; none of a single one."""
+    if len(prompts) < 2:
+        return 0
+    first, last = min(prompts), max(prompts)
+    return next((place for place, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), len(first))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +107,7 @@ class JobPrediction:
         seconds_low, seconds_high: for all rows, if answers are as long as assumed.
         bottleneck: what limits the speed.
         is_measured: whether it was corrected by timed answers of this job.
+        kv_bytes: what rows under way hold of their context, once they are all at their end.
     """
 
     job: JobRows
@@ -93,6 +121,7 @@ class JobPrediction:
     seconds_high: float
     bottleneck: Bottleneck
     is_measured: bool = False
+    kv_bytes: int = 0
 
     def corrected(self, factor: float, off: float) -> JobPrediction:
         """This prediction, corrected by a few real rows that ran `factor` times as fast as predicted.
@@ -133,21 +162,26 @@ def predict_on_cpu(
     together = min(batch_rows, job.rows)
     if together < 1 or job.prompt_tokens <= 0 or job.generated_tokens <= 0:
         raise ValueError(f"no rows to predict: {job}")
-    piece = min(float(sweep_tokens), job.prompt_tokens * job.rows)
-    prompts = max(1.0, piece / job.prompt_tokens)
-    reading = _sweep(costs, piece, job.prompt_tokens * _ATTENDED, prompts, prompts, disk_share)
+    own = job.own_tokens
+    piece = min(float(sweep_tokens), own * job.rows)
+    prompts = max(1.0, piece / own)
+    attended = job.prompt_tokens - own + own * _ATTENDED
+    reading = _sweep(costs, piece, attended, prompts, prompts, disk_share)
     context = job.prompt_tokens + (job.generated_tokens + 1) / 2
     decoding = _sweep(costs, together, context, 0.0, together, disk_share)
     sweeps = max(0.0, job.generated_tokens - 1) * job.rows / together
-    reads = job.rows * job.prompt_tokens / piece
+    begun = min(float(job.rows), max(1.0, sweep_tokens / job.prompt_tokens))  # with none read that they could share
+    reads = (job.rows * own + begun * (job.prompt_tokens - own)) / piece
     whole = {name: reads * reading[name] + sweeps * decoding[name] for name in reading}
     rate = job.rows * job.generated_tokens / sum(whole.values())
-    return _prediction(job, together, 1, "", rate, off, max(whole, key=lambda name: whole[name]))
+    limit = max(whole, key=lambda name: whole[name])
+    tokens = job.prompt_tokens + job.generated_tokens
+    held = together * costs.model.context_bytes(tokens, in_pages=True)
+    held -= (together - 1) * costs.model.kv_bytes_per_token() * (job.prompt_tokens - own)
+    return _prediction(job, together, 1, "", rate, off, limit, held)
 
 
-def predicted_on_card(
-    job: JobRows, batch_rows: int, micro_batches: int, schedule: str, tokens_per_s: float, lane: str, off: float
-) -> JobPrediction:
+def predicted_on_card(job: JobRows, plan: BatchPlan, lane: str, off: float, model: ModelShape) -> JobPrediction:
     """The prediction of a simulated schedule.
 
     Args:
@@ -160,16 +194,19 @@ def predicted_on_card(
         "cpu_attention": Bottleneck.ATTENTION,
         "cpu_experts": Bottleneck.WEIGHTS,
     }
-    bottleneck = by_lane.get(lane, Bottleneck.CARD)
-    return _prediction(job, min(batch_rows, job.rows), micro_batches, schedule, tokens_per_s, off, bottleneck)
+    bottleneck, together = by_lane.get(lane, Bottleneck.CARD), min(plan.sequences, job.rows)
+    held = together * model.context_bytes(round_up(plan.row_tokens, PAGE_TOKENS))
+    return _prediction(job, together, plan.batches, plan.schedule, plan.tokens_per_s, off, bottleneck, held)
 
 
 def _prediction(
-    job: JobRows, together: int, count: int, schedule: str, rate: float, off: float, bottleneck: Bottleneck
+    job: JobRows, together: int, count: int, schedule: str, rate: float, off: float, limit: Bottleneck, held: float
 ) -> JobPrediction:
     low, high = rate * (1 - off), rate * (1 + off)
     tokens = job.rows * job.generated_tokens
-    return JobPrediction(job, together, count, schedule, rate, low, high, tokens / high, tokens / low, bottleneck)
+    return JobPrediction(
+        job, together, count, schedule, rate, low, high, tokens / high, tokens / low, limit, kv_bytes=round(held)
+    )
 
 
 def _sweep(

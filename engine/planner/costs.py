@@ -633,11 +633,11 @@ MODELLED_LAUNCHES = Launches(layer=4, experts=1, token=4)
 GRAPH_OPERATOR_S = 2.8e-6
 """A kernel after another one in a graph, and its first reads: as in `engine/kernels/cuda/__main__.py`."""
 FLAGS_S = 10e-6
-"""Two flags a layer over the link, each seen by who waits for it, and the row and outputs that go with them: an
-assumption."""
+"""Two flags over the link, each seen by who waits for it, and the row and outputs that go with them, in a layer that
+misses an expert; the others ask nobody: an assumption."""
 EXCHANGE_LAYER, EXCHANGE_TOKEN = 2, 2
 """Launches of `exchange.cu`, more: `post` and `join` of a layer, `begin` and `finish` of a token."""
-EXCHANGE = Dispatch(layer_s=FLAGS_S + EXCHANGE_LAYER * GRAPH_OPERATOR_S, by_flags=True)
+EXCHANGE = Dispatch(layer_s=EXCHANGE_LAYER * GRAPH_OPERATOR_S, host_s=FLAGS_S, by_flags=True)
 _AMD, _WITHOUT_GRAPHS = ("amd", "radeon"), ("intel", "apple")
 DISPATCH_EMULATED = Dispatch(
     330e-6, 250e-6, 250e-6, host_expert_s=25e-6, host_rate=0.85, card_call_s=15e-6, seen_card_expert_s=250e-6
@@ -714,7 +714,7 @@ def engine_costs(
 def _steps(gpu: GpuProfile, calls: CallProfile, *, captures: bool) -> DecodeSteps:
     """Of NVIDIA's cards each may ask the CPU for experts from within a graph, if it is the only one."""
     if calls.launch_s:
-        by_flags = Dispatch(layer_s=calls.flags_s, by_flags=True)
+        by_flags = Dispatch(host_s=calls.flags_s, by_flags=True)
         return DecodeSteps(MODELLED_LAUNCHES, calls.launch_s, by_flags if captures and gpu.count == 1 else None)
     name = gpu.name.lower()
     if not captures or any(maker in name for maker in _WITHOUT_GRAPHS):

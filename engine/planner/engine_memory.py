@@ -54,6 +54,11 @@ class EngineMemory:
     tables: Tables = field(default=Tables())
     pictures: PicturePlan | None = None
 
+    @property
+    def disk_share(self) -> float:
+        """Of the experts' bytes, what every sweep over all of them reads there."""
+        return max(0.0, 1 - self.ram.experts / self.disk) if self.disk else 0.0
+
 
 def records_nbytes(model: ModelShape, precision: str) -> tuple[int, ...]:
     """Bytes of one expert's record in each MoE layer, including scales and padding."""

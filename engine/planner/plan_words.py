@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.sizes import about
-from engine.hardware.machine import HardwareProfile
+from engine.hardware.machine import HardwareProfile, usual_row_s
 from engine.planner.costs import Cards, Costs
 from engine.planner.engine_memory import EngineMemory
 from engine.planner.plan_parts import Help, PicturePlan, Workload
@@ -56,7 +56,9 @@ def what_if(machine: HardwareProfile, change: Change) -> HardwareProfile:
         )
         changed = replace(changed, link=link)
     if change.disk_bytes_per_s is not None:
-        changed = replace(changed, disk_bytes_per_s=change.disk_bytes_per_s)
+        sooner = usual_row_s(change.disk_bytes_per_s) / usual_row_s(changed.disk_bytes_per_s)
+        row_s = sooner * changed.disk_row_s
+        changed = replace(changed, disk_bytes_per_s=change.disk_bytes_per_s, disk_row_s=row_s)
     return changed
 
 

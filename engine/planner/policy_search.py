@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from engine.checkpoint.model_shape import ModelShape
 from engine.planner.costs import Costs
-from engine.planner.plan_parts import CHUNKS_TOGETHER, MemoryRule, Workload, usual_rule
+from engine.planner.plan_parts import CHUNKS_TOGETHER, MemoryRule, Workload, share_on_disk, usual_rule
 from engine.planner.simulator.sweeps import OffloadPolicy
 
 _CACHED = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -30,7 +30,7 @@ class SearchedPolicy:
 
     Attributes:
         layer_s: T, seconds per layer of a decode step.
-        bottleneck: "link", "CPU" or "GPU".
+        bottleneck: "link", "CPU", "GPU" or "disk".
     """
 
     policy: OffloadPolicy
@@ -135,31 +135,47 @@ class PerformanceModel:
         return self.model.context_bytes(self.sequence_tokens)
 
     def largest_batch(self, cache_on_card: float) -> int:
-        """The largest N whose keys and values fit into RAM next to the weights."""
+        """The largest N whose keys and values fit into RAM next to the weights, or in their place, where the engine
+        reads experts from disk anyway."""
         weights = self.layer_bytes * self.model.layers
         room, share = self.rule.ram - weights, 1.0 - cache_on_card
+        if room < 0 and self.rule.record is not None:
+            room = self.rule.ram
         if room < 0:
             return 0
         return int(room / (self.kv_bytes() * share)) if share > 0 else 1 << 20
 
+    def held_bytes(self, policy: OffloadPolicy) -> tuple[float, float]:
+        """(bytes on the card beside weights, bytes of keys and values in RAM)."""
+        kv = self.kv_bytes() * policy.sequences
+        return self.working_bytes(policy) + kv * policy.cached, kv * (1.0 - policy.cached)
+
+    def disk_share(self, policy: OffloadPolicy) -> float:
+        """Share of the experts' bytes that has no room in RAM beside keys and values."""
+        machine, precision, (_, kv) = self.costs.machine, self.costs.precision, self.held_bytes(policy)
+        return share_on_disk(machine, self.model, precision, kv_bytes=kv, rule=self.rule)
+
     def layer_seconds(self, policy: OffloadPolicy) -> tuple[float, str]:
-        """Eqs. 12-14: (T, the name of its largest term)."""
+        """Eqs. 12-14, and the disk: (T, the name of its largest term)."""
         costs, model, sequences = self.costs, self.model, policy.sequences
         count, rows, context = policy.micro_batches, policy.micro_batch, self.workload.mean_context
-        visits = rows * model.experts_per_token
+        visits, used = rows * model.experts_per_token, costs.used_experts(rows)
         on_card = count * costs.gpu_layer(rows, context, cached=not policy.cpu_attention)
         moved = on_host = 0.0
         if policy.cpu_experts:
             on_host += costs.cpu_experts(count * visits, model.experts)
+            read = count * used
         else:
             moved += self.layer_bytes * (1.0 - policy.resident)
-            on_card += count * costs.gpu_experts(visits, costs.used_experts(rows))
+            on_card += count * costs.gpu_experts(visits, used)
+            read = model.experts * (1.0 - policy.resident)
         if policy.cpu_attention:
             moved += 2.0 * sequences * model.hidden
             on_host += count * costs.cpu_attention(rows, context)
         else:
             moved += costs.kv_read_bytes(sequences, context) * (1.0 - policy.cached)
         terms = {"link": costs.h2d(moved), "CPU": on_host, "GPU": on_card}
+        terms["disk"] = costs.disk(read * costs.expert_bytes * self.disk_share(policy))
         worst = max(terms, key=lambda name: terms[name])
         return terms[worst], worst
 

@@ -25,8 +25,9 @@ from engine.planner.batch_prediction import (
     first_rows,
     predict_on_cpu,
     predicted_on_card,
+    shared_length,
 )
-from engine.planner.costs import Costs, engine_costs
+from engine.planner.costs import engine_costs
 from engine.planner.engine_memory import engine_memory, from_disk
 from engine.tuning.machine_state import MachineLook, look_at_machine, machine_for
 
@@ -95,49 +96,51 @@ def forecast_of(question: ForecastQuestion) -> Forecast | None:
     off = LOOKED_UP_OFF if look.measurements is None else MEASURED_OFF
     machine = look.machine(shape.measured_as(model.precision))
     if model.device == "cpu":
-        costs = engine_costs(machine, shape, model.precision, model.threads)
-        if config is not None:
-            limits = look.limits(config)
-            others = max(0, limits.ram_of_others - model.weights_bytes - model.experts_bytes)
-            alone = replace(limits, ram_of_others=others)
-            held = replace(costs, model=alone.held(shape, machine))
-            costs = from_disk(costs, engine_memory(held, alone, on_card=False))
-        return _on_cpu(look, costs, rows, off)
+        return _on_cpu(question, look, shape, rows, off)
     if machine.gpu is None or config is None:
         return None
     best = best_batch(question_of(machine, shape, look.limits(config), model.precision, rows))
-    if best is None:
-        return None
-    plan, lane = best
-    prediction = predicted_on_card(rows, plan.sequences, plan.batches, plan.schedule, plan.tokens_per_s, lane, off)
-    return Forecast(prediction)
+    return None if best is None else Forecast(predicted_on_card(rows, *best, off, shape))
 
 
-def _on_cpu(look: MachineLook, costs: Costs, rows: JobRows, off: float) -> Forecast:
+def _on_cpu(question: ForecastQuestion, look: MachineLook, shape: ModelShape, rows: JobRows, off: float) -> Forecast:
+    model, config = question.model, question.config
+    machine = look.machine(shape.measured_as(model.precision))
+    costs, disk_share = engine_costs(machine, shape, model.precision, model.threads), 0.0
+    if config is not None:
+        limits = look.limits(config)
+        others = max(0, limits.ram_of_others - model.weights_bytes - model.experts_bytes)
+        alone = replace(limits, ram_of_others=others)
+        costs = replace(costs, model=alone.held(shape, machine))
+        memory = engine_memory(costs, alone, on_card=False)
+        costs, disk_share = from_disk(costs, memory), 0.0 if memory is None else memory.disk_share
     each = costs.model.context_bytes(rows.prompt_tokens + rows.generated_tokens, in_pages=True)
     room = max(1, int(_KV_SHARE * look.probe.ram_available_bytes // max(each, 1.0)))
-    prediction = predict_on_cpu(costs, rows, min(BATCH_ROWS, room), sweep_tokens=SWEEP_TOKENS, off=off)
-    alone = predict_on_cpu(costs, rows, 1, sweep_tokens=round(rows.prompt_tokens) or 1, off=off)
-    return Forecast(prediction, alone.tokens_per_s)
+    together, one = (
+        predict_on_cpu(costs, rows, count, sweep_tokens=sweep, disk_share=disk_share, off=off)
+        for count, sweep in ((min(BATCH_ROWS, room), SWEEP_TOKENS), (1, round(rows.own_tokens)))
+    )
+    return Forecast(together, one.tokens_per_s)
 
 
 def _rows(prepared: PreparedJob, total: int | None) -> JobRows | None:
     """What the first rows say of all; None if none of them can be asked."""
-    prompts: list[float] = []
-    limits: list[int] = []
+    prompts, turns, limits = list[bytes](), list[int](), list[int]()
     first, guessed = first_rows(prepared.asked())
     for asked in first:
         if not isinstance(asked, Answer):
-            texts = (len(message.content.encode("utf-8", "replace")) for message in asked.messages)
-            prompts.append(sum(size / _BYTES_PER_TOKEN + _TOKENS_PER_TURN for size in texts))
+            texts = [message.content.encode("utf-8", "replace") for message in asked.messages]
+            prompts.append(b"".join(texts))
+            turns.append(_TOKENS_PER_TURN * len(texts))
             limits.append(asked.sampling.max_tokens)
     if not prompts:
         return None
+    prompt = statistics.fmean(map(len, prompts)) / _BYTES_PER_TOKEN + statistics.fmean(turns)
     generated = statistics.fmean(limits)
     choices = prepared.job.choices
     if choices:  # an answer is one of them
         generated = min(generated, max(len(choice.encode()) for choice in choices) / _BYTES_PER_TOKEN + 1)
-    return JobRows(total or guessed, statistics.fmean(prompts), max(1.0, generated))
+    return JobRows(total or guessed, prompt, max(1.0, generated), shared_length(prompts) / _BYTES_PER_TOKEN)
 
 
 @lru_cache(maxsize=4)

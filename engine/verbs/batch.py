@@ -16,6 +16,7 @@ from engine.batch_files.prepared_job import PreparedJob, begun, prepare
 from engine.common.config import HERE, BatchJob, BatchStart, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.falls import FALLS
+from engine.common.sizes import rounded_up
 from engine.common.untrusted import DEEPEST, parse_json, read_untrusted, reason
 from engine.formats import AUTO
 from engine.remote.job import endpoints_of, run_remote_job, run_remote_sample
@@ -447,9 +448,10 @@ def prediction_text(prediction: JobPrediction) -> str:
     rows = prediction.batch_rows
     share = f"{rows:,} rows share each weight load" if rows > 1 else "one row at a time"
     chunks = f" in {prediction.micro_batches} chunks" if prediction.micro_batches > 1 else ""
+    held = f", context takes up to {rounded_up(prediction.kv_bytes)}" if prediction.kv_bytes else ""
     ends = _between(prediction.seconds_low, prediction.seconds_high)
     return (
-        f"{share}{chunks}; about {_rate(prediction.low)} to {_rate(prediction.high)} tokens/s, "
+        f"{share}{chunks}{held}; about {_rate(prediction.low)} to {_rate(prediction.high)} tokens/s, "
         f"{_LIMITS[prediction.bottleneck.value]} limits it; done in {ends} "
         f"if answers are about {prediction.job.generated_tokens:,.0f} tokens long."
     )

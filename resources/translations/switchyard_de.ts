@@ -347,6 +347,10 @@ negativ</translation>
             <translation>Eine Zeile nach der anderen: {0} Token/s.</translation>
         </message>
         <message>
+            <source>Context of these rows: up to {0} of memory.</source>
+            <translation>Kontext dieser Zeilen: bis zu {0} Speicher.</translation>
+        </message>
+        <message>
             <source>Rows are answered one at a time</source>
             <translation>Zeilen werden einzeln beantwortet</translation>
         </message>

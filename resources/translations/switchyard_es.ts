@@ -347,6 +347,10 @@ negativo</translation>
             <translation>Una fila cada vez: {0} tokens/s.</translation>
         </message>
         <message>
+            <source>Context of these rows: up to {0} of memory.</source>
+            <translation>Contexto de estas filas: hasta {0} de memoria.</translation>
+        </message>
+        <message>
             <source>Rows are answered one at a time</source>
             <translation>Las filas se responden de una en una</translation>
         </message>

@@ -347,6 +347,10 @@ négatif</translation>
             <translation>Une ligne à la fois : {0} tokens/s.</translation>
         </message>
         <message>
+            <source>Context of these rows: up to {0} of memory.</source>
+            <translation>Contexte de ces lignes : jusqu’à {0} de mémoire.</translation>
+        </message>
+        <message>
             <source>Rows are answered one at a time</source>
             <translation>Les lignes sont traitées une par une</translation>
         </message>

@@ -346,6 +346,10 @@ negative</source>
             <translation>1行ずつ: {0} トークン/秒。</translation>
         </message>
         <message>
+            <source>Context of these rows: up to {0} of memory.</source>
+            <translation>これらの行のコンテキスト：メモリ最大 {0}。</translation>
+        </message>
+        <message>
             <source>Rows are answered one at a time</source>
             <translation>行を1つずつ回答します</translation>
         </message>

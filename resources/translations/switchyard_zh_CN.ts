@@ -346,6 +346,10 @@ negative</source>
             <translation>逐行处理：{0} token/秒。</translation>
         </message>
         <message>
+            <source>Context of these rows: up to {0} of memory.</source>
+            <translation>这些行的上下文：最多占用 {0} 内存。</translation>
+        </message>
+        <message>
             <source>Rows are answered one at a time</source>
             <translation>逐行回答</translation>
         </message>

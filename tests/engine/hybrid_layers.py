@@ -77,11 +77,11 @@ class Layers:
                 latency,
                 self.activations,
                 self.mode,
-                self.prefetcher,
             )
             for index, bank in enumerate(self.banks)
         ]
-
+        for layer in self.layers:
+            layer.observer = self.prefetcher
         for one, after in pairwise(self.layers):
             one.after, after.prompts = after, one.prompts
         # What nothing was copied to must not matter.

@@ -257,9 +257,17 @@ def test_a_job_with_pages_of_no_use_to_it_has_caches_of_its_own(
     begins = tuple(random_prompt(50, seed=9))
     rows = [replace(each := row(n, 20, 6), ids=(*begins, *each.ids)) for n in range(3)]
     job = Job(scheduler, rows, replace(POLICY, kv_type=KvType.FP16))
-    lanes = list[ContinuousBatch]()
-    serve(scheduler, [job], lambda: lanes.extend(scheduler._beside) is not None)
+    lanes, held = list[ContinuousBatch](), list[int]()
+
+    def look() -> bool:
+        lanes.extend(scheduler._beside)
+        held.append(scheduler.kv_bytes)
+        return False
+
+    serve(scheduler, [job], look)
+    assert scheduler._batch is not None
     assert bool(lanes) == has_pages
+    assert max(held) > 0  # what the window shows as context
     assert job.outcomes == [BatchOutcome.FINISHED]
     assert scheduler._batch.pool.in_use == 0
     for each in job.rows:

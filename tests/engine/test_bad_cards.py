@@ -19,8 +19,7 @@ import torch
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import cache_dir
-from engine.devices.card import CardKind, open_card
-from engine.devices.card_stream import CardClock, CardStream
+from engine.devices.card import CardClock, CardKind, CardStream, open_card
 from engine.devices.device import CopyLog
 from engine.devices.failures import is_out_of_memory
 from engine.devices.host_memory import HostMemory

@@ -9,9 +9,9 @@ import torch
 
 from engine.kernels.cuda import driver
 from engine.kernels.cuda.attention import CudaAttention
-from engine.kernels.gpu import attention_proof
-from engine.kernels.gpu.attention_proof import ProvenAttention, attention_of, prove_attention
+from engine.kernels.gpu import proof
 from engine.kernels.gpu.pages import PageTable
+from engine.kernels.gpu.proof import ProvenAttention, attention_of, prove_attention
 from engine.kernels.native.paged_attention import (
     PAGE_TOKENS,
     AttentionTerms,
@@ -194,7 +194,7 @@ def test_a_kernel_that_computes_wrongly_is_left_alone(
 ) -> None:
     expected = reference("gpt_oss", tmp_path)
     if is_proven:  # the model's own step shows it, too
-        monkeypatch.setattr(attention_proof, "prove_attention", lambda *args: True)
+        monkeypatch.setattr(proof, "prove_attention", lambda *args: True)
     attend = CudaAttention.attend
     monkeypatch.setattr(CudaAttention, "attend", lambda *args: attend(*args) * -3)
     with opened(expected.folder, graphs="on") as model, chatting(model) as session:

@@ -12,10 +12,16 @@ from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
 from engine.kernels.cuda import driver
 from engine.kernels.gpu import rotations
-from engine.kernels.gpu.angles import CardAngles, CudaAngles, speed_up_angles
 from engine.kernels.gpu.latents import CardLatents
-from engine.kernels.gpu.layers import CardLayer
-from engine.kernels.gpu.norms import CardNorm, CudaNorm, speed_up_norms
+from engine.kernels.gpu.modules import (
+    CardAngles,
+    CardLayer,
+    CardNorm,
+    CudaAngles,
+    CudaNorm,
+    speed_up_angles,
+    speed_up_norms,
+)
 from engine.kernels.gpu.rotations import CudaRotary, HeadNorms, RotaryForm
 from engine.kernels.gpu.routers import CardRouter, CudaRouter, Routing
 from engine.runtime.load.binding import speed_up_on_cards

@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from engine.formats import FORMATS
 from engine.formats.tiles import TiledMatrix, dequantise
 from engine.kernels.cuda import driver
-from engine.kernels.cuda.attention import CudaAttention
-from engine.kernels.cuda.latent import CudaLatents, LatentForm, LatentNorm, LatentShape
-from engine.kernels.gpu import latents, norms
-from engine.kernels.gpu.attention_proof import ProvenAttention
+from engine.kernels.cuda.attention import CudaAttention, CudaLatents, LatentForm, LatentNorm, LatentShape
+from engine.kernels.gpu import modules
 from engine.kernels.gpu.latents import CardLatents
 from engine.kernels.gpu.pages import PageTable
+from engine.kernels.gpu.proof import ProvenAttention
 from engine.kernels.native.paged_attention import KvType
 from engine.kernels.repack import quantise
 from engine.runtime.decode import tabled_attention
@@ -137,8 +136,7 @@ def test_what_no_kernel_is_there_for() -> None:
 def card(monkeypatch: pytest.MonkeyPatch) -> EmulatedCudaCard:
     found = EmulatedCudaCard(8)
     attention = CudaAttention(found)
-    monkeypatch.setattr(norms, "on_card", lambda device, make: make(found))
-    monkeypatch.setattr(latents, "on_card", lambda device, make: make(found))
+    monkeypatch.setattr(modules, "on_card", lambda device, make: make(found))
     monkeypatch.setattr(tabled_attention, "attention_of", lambda device: ProvenAttention(attention))
     return found
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.card_kernels import FUSED_OF_TOKEN, FUSED_OTHERS, QWEN3_30B_A3B, products
 from engine import kernels
 from engine.kernels.cuda import driver
-from engine.kernels.cuda.__main__ import FUSED_OF_TOKEN, FUSED_OTHERS, QWEN3_30B_A3B, products
 from engine.kernels.cuda.attention import CudaAttention
 from engine.kernels.cuda.products import CudaProducts
 from engine.kernels.gpu import linear as dense
-from engine.kernels.gpu.attention_proof import ProvenAttention
+from engine.kernels.gpu.proof import ProvenAttention
 from engine.kernels.gpu.stored import CardKernels
 from engine.kernels.native import linear
 from engine.planner.costs import STEP_LAUNCHES

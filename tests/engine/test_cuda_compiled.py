@@ -10,21 +10,19 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.card_kernels import Usage, nvidia_kernels, usage_in
 from engine.common.paths import cache_dir
 from engine.kernels.cuda import compiled as nvrtc
-from engine.kernels.cuda.__main__ import nvidia_kernels
 from engine.kernels.cuda.compiled import (
     CompileError,
     Kernel,
     Machine,
     Nvrtc,
-    Usage,
     architecture_for,
     compile_kernel,
     find_nvrtc,
     libraries,
     machine_code,
-    usage_in,
 )
 from engine.kernels.cuda.products import product_kernel
 

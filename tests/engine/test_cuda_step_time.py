@@ -2,8 +2,8 @@
 
 import pytest
 
+from benchmarks.card_kernels import CARDS, QWEN3_30B_A3B, Card, estimate, main
 from engine.formats import FORMATS
-from engine.kernels.cuda.__main__ import CARDS, QWEN3_30B_A3B, Card, estimate, main
 from engine.kernels.cuda.compiled import CompileError
 
 
@@ -24,6 +24,6 @@ def test_the_tables_are_printed_without_a_card_or_compiler(
     def there_is_none() -> None:
         raise CompileError("there is no compiler")
 
-    monkeypatch.setattr("engine.kernels.cuda.__main__.find_nvrtc", there_is_none)
+    monkeypatch.setattr("benchmarks.card_kernels.find_nvrtc", there_is_none)
     assert main([]) == 1
     assert capsys.readouterr().err == "there is no compiler.\n"

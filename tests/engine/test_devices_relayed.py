@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.common.errors import EngineError, ErrorCode
-from engine.devices.card_stream import BUFFER_BYTES, WORTH_BYTES, CardClock, RelayedStream
+from engine.devices.card import BUFFER_BYTES, WORTH_BYTES, CardClock, RelayedStream
 from engine.devices.device import CopyLog, CopyRecord, Direction
 from tests.fake_cards import FakeCards
 from tests.refusals import refused

@@ -336,9 +336,11 @@ class Model:
         self.listener = Listener()
         self.kernels = [Kernel(self.tier, layer) for layer in range(LAYERS)]
         self.layers = [
-            ExpertExecutor(self.tier.source(layer, kernel), layer, self.listener, ahead=self.tier)
+            ExpertExecutor(self.tier.source(layer, kernel), layer, ahead=self.tier)
             for layer, kernel in enumerate(self.kernels)
         ]
+        for layer in self.layers:
+            layer.observer = self.listener
 
     def close(self) -> None:
         self.tier.close()

@@ -15,13 +15,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks.card_kernels import Usage, all_kernels
 from engine.common.paths import cache_dir
 from engine.kernels.cuda import driver
-from engine.kernels.cuda.__main__ import all_kernels
-from engine.kernels.cuda.compiled import CompileError, Kernel, Usage, arguments_of
+from engine.kernels.cuda.compiled import CompileError, Kernel, arguments_of
 from engine.kernels.cuda.driver import AmdCard, DriverError, Hiprtc, compile_for, find_hiprtc
 from engine.kernels.cuda.products import product_kernel
-from engine.kernels.gpu.norms import NORM_KERNEL
+from engine.kernels.gpu.modules import NORM_KERNEL
 from engine.kernels.native.build import find_compiler
 from tests.engine.emulated_cuda_card import needs_compiler
 

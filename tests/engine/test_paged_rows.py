@@ -16,7 +16,7 @@ from engine.common.config import SamplingParams
 from engine.common.falls import FALLS
 from engine.devices.memory_budget import MemoryCategory
 from engine.kernels.cuda.attention import CudaAttention
-from engine.kernels.gpu.attention_proof import ProvenAttention
+from engine.kernels.gpu.proof import ProvenAttention
 from engine.kernels.native.paged_attention import (
     PAGE_TOKENS,
     AttentionTerms,

@@ -174,7 +174,7 @@ def run(loaded: LoadedModel, case: Case, monkeypatch: pytest.MonkeyPatch) -> Ran
     def swept(pipeline: DevicePipeline, batches: Sequence[Any], schedule: Schedule) -> Iterator[None]:
         pieces = [piece for batch in batches for piece in batch.pieces.pieces]
         reads = any(piece.tokens > 1 for piece in pieces)
-        pipeline.experts.begin()  # what stays is there before the first one
+        pipeline.experts.each(lambda card: card.begin(whole=True))  # what stays is there before the first one
         ran.orders.append((schedule, len(batches), max(piece.held for piece in pieces), reads))
         ran.moved.append(Counter())
         for step in sweep(pipeline, batches, schedule):

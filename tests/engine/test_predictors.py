@@ -154,6 +154,13 @@ def test_a_file_that_cannot_be_understood_is_as_none(content: str) -> None:
     assert load_popularity("m", EXPERTS_OF_POPULARITY) is None
 
 
+def test_a_layer_that_was_seen_less_often_loses_no_places() -> None:
+    """Of a prompt the last layer computes one row."""
+    known = Popularity([[10.0, 20.0, 30.0, 40.0], [3.0, 4.0, 3.0]])
+    assert [*known.ranked()] == [(0, 3), (1, 1), (0, 2), (1, 0), (1, 2), (0, 1), (0, 0)]
+    assert known.part([1], [range(1, 3)]).of([0]) == {0: 0.4, 1: 0.3}
+
+
 def test_a_full_disk_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_args: object, **_options: object) -> None:
         raise OSError(28, "No space left on device")

@@ -30,6 +30,7 @@ from engine.hardware.machine import HardwareProfile, read_machine
 from engine.hardware.profiles import with_emulated
 from engine.planner.batch_prediction import JobPrediction, JobRows
 from engine.planner.costs import Cards, Costs, Observed, engine_costs
+from engine.planner.plan_parts import BatchPlan
 from engine.planner.predict import predict_decode
 from engine.planner.schedules import CGOPIPE, KLOTSKI, S4, Schedule
 from engine.planner.simulator.sweeps import CopyCost, OffloadPolicy, PassCosts, SimulatedCard, Timeline
@@ -227,6 +228,7 @@ def routing_of(loaded: LoadedModel, prompt: Sequence[int]) -> NDArray[np.int16]:
             (4, "fetch", "experts", 24),
             (2, "mixed", "experts", 48),
             (1, "mixed", "experts", 96),
+            (1, "mixed", "experts", 250),
         ],
         every=6,
     ),
@@ -349,29 +351,36 @@ def test_rows_are_planned_again_only_where_another_plan_is_clearly_better(folder
         loaded.close()
 
 
-def test_rows_are_planned_again_once_they_no_longer_wait_for_the_disk(folder: Path) -> None:
+def test_rows_are_planned_again_if_the_disk_is_another_than_was_known(folder: Path) -> None:
     config = replace(config_of(folder, 1), cache_slots=None, vram_bytes=300 * 2**20, ram_bytes=150 * 2**20)
     loaded, shape = open_model(config), find_shape(str(folder))
     known, _ = job_plan._machine_of(loaded, shape, job_plan.probe())
-    rows = JobRows(100, 100, 100)
+    rows = JobRows(100, 300, 64)
 
-    def reading_takes(factor: float) -> None:
+    def planned_where_reading_takes(factor: float) -> BatchPlan:
+        assert loaded.disk_backed is not None
         disk = loaded.disk_backed.disk
         disk.bytes_read = 2**30
         disk._busy_s = factor * disk.bytes_read / known.disk_bytes_per_s
+        found = job_plan.plan_rows(rows, loaded, shape).batch
+        assert found is not None
+        return found
 
     try:
-        reading_takes(10)
-        slow = job_plan.plan_rows(rows, loaded, shape).batch
-        watch = PlanWatch(slow, rows, loaded)
-        assert watch() == ""
-        reading_takes(100)  # whatever the plan, they wait for it
-        assert watch() == ""
-        reading_takes(0.05)
-        assert watch().startswith("Reads from disk take 0.0005 times as long as the plan for rows had")
-        fast = job_plan.plan_rows(rows, loaded, shape).batch
+        slow, fast = map(planned_where_reading_takes, (10, 0.05))
         assert fast.tokens_per_s > 10 * slow.tokens_per_s
-        assert PlanWatch(fast, rows, loaded)() == ""
+        of_fast = PlanWatch(fast, rows, loaded)
+        assert of_fast() == ""
+        assert planned_where_reading_takes(10) == slow
+        assert (
+            of_fast() == "Reads from disk take 200 times as long as the plan for rows had, so these are planned again."
+        )
+        of_slow = PlanWatch(slow, rows, loaded)
+        assert of_slow() == ""
+        planned_where_reading_takes(100)  # whatever the plan, they wait for it
+        assert of_slow() == ""
+        planned_where_reading_takes(0.05)
+        assert of_slow().startswith("Reads from disk take 0.0005 times as long as the plan for rows had")
     finally:
         loaded.close()
 

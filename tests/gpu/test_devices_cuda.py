@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.common.errors import ErrorCode
-from engine.devices import card_stream
+from engine.devices import card
 from engine.devices.card import open_card
 from engine.devices.cuda import CUDA
 from engine.devices.device import Device
@@ -118,7 +118,7 @@ def test_pinning_is_measured_in_a_child() -> None:
 def test_spans_stay_on_the_hosts_clock_when_the_anchor_is_renewed(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(card_stream, "_ANCHOR_AGE_S", 0.0)
+    monkeypatch.setattr(card, "_ANCHOR_AGE_S", 0.0)
     for _ in range(20):
         before = time.perf_counter()
         event = device.compute_stream.submit(lambda: torch.ones(1000, device=device.torch_device).sum())

@@ -16,18 +16,26 @@ from engine.batch_files.journal import JobManifest, Journal, SafeKeeping
 from engine.batch_files.rows import Answer, failed
 from engine.bench.report import median_interval
 from engine.checkpoint.model_shape import model_names, read_model
-from engine.common.config import BatchJob, SamplingParams
+from engine.common.config import BatchJob, EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.model_info import ModelInfo
 from engine.hardware.machine import machine_names, read_machine
 from engine.planner.batch_plan import best_batch, question_of
-from engine.planner.batch_prediction import Bottleneck, JobPrediction, JobRows, predict_on_cpu, predicted_on_card
+from engine.planner.batch_prediction import (
+    Bottleneck,
+    JobPrediction,
+    JobRows,
+    first_rows,
+    predict_on_cpu,
+    predicted_on_card,
+)
 from engine.planner.costs import engine_costs
-from engine.planner.plan_parts import Limits
+from engine.planner.plan_parts import BatchPlan, Limits
 from engine.planner.schedules import SCHEDULES
 from engine.runtime.batch import job_plan
 from engine.runtime.batch.job_plan import SampleTime, SweepClock
 from engine.tuning.batch_forecast import ForecastQuestion, forecast_of
+from engine.tuning.machine_state import MachineLook
 from engine.verbs.batch import prediction_text
 
 MODELS = st.sampled_from(model_names())
@@ -48,21 +56,25 @@ def test_more_rows_together_are_never_slower(machine: str, model: str, job: JobR
     assert from_disk.tokens_per_s < few.tokens_per_s
 
 
+PLAN = BatchPlan("Klotski", "klotski", "klotski", 24, 8, 0.0, 0.0, 70, 3, None, False, 310.0)
+
+
 def test_what_limits_a_job_is_named() -> None:
     costs = engine_costs(read_machine("gcp-l4"), read_model("mixtral-8x7b"), "bf16")
     job = JobRows(1000, 30.0, 200.0)
     assert predict_on_cpu(costs, job, 1, sweep_tokens=1024).bottleneck is Bottleneck.WEIGHTS
     assert predict_on_cpu(costs, job, 256, sweep_tokens=1024).bottleneck is Bottleneck.ARITHMETIC
     assert predict_on_cpu(costs, job, 4, sweep_tokens=1024, disk_share=1.0).bottleneck is Bottleneck.DISK
-    of_lanes = [predicted_on_card(job, 64, 4, "Klotski", 10.0, lane, 0.2).bottleneck for lane in ("h2d", "gpu", "disk")]
+    of_lanes = [predicted_on_card(job, PLAN, lane, 0.2, costs.model).bottleneck for lane in ("h2d", "gpu", "disk")]
     assert of_lanes == [Bottleneck.LINK, Bottleneck.CARD, Bottleneck.DISK]
 
 
 def test_a_prediction_in_a_sentence() -> None:
-    predicted = predicted_on_card(JobRows(2000, 50.0, 20.0), 24, 3, "Klotski", 310.0, "h2d", 0.5)
+    predicted = predicted_on_card(JobRows(2000, 50.0, 20.0), PLAN, "h2d", 0.5, read_model("mixtral-8x7b"))
+    assert predicted.kv_bytes == 24 * 96 * read_model("mixtral-8x7b").kv_bytes_per_token()
     facts = ("24 rows", "3 chunks", "155 to 465 tokens/s", "the link to the card", "86 s to 4 min", "20 tokens")
     said = prediction_text(predicted)
-    assert all(fact in said for fact in facts)
+    assert all(fact in said for fact in (*facts, "context takes up to 302 MB"))
     alone = predict_on_cpu(
         engine_costs(read_machine("gcp-l4"), read_model("mixtral-8x7b"), "bf16"),
         JobRows(1, 50.0, 20.0),
@@ -132,6 +144,68 @@ def test_rows_together_are_faster_than_alone(question: ForecastQuestion) -> None
 def test_choices_are_short_answers(question: ForecastQuestion) -> None:
     found = forecast_of(replace(question, job=replace(question.job, choices=("good", "bad"))))
     assert found.plan.job.generated_tokens == 2
+
+
+def test_rows_of_a_file_that_is_read_piece_by_piece_are_counted(question: ForecastQuestion) -> None:
+    text = "text\n" + "".join(f"row {n}\n" for n in range(300))
+    Path(question.job.input).write_text(text, encoding="utf-8")
+    found = forecast_of(question)
+    assert found is not None
+    assert found.plan.job.rows == 300
+    pieces = [(piece / 10, row) for piece in range(1, 11) for row in range(100)]
+    assert [first_rows(iter(pieces[:count]))[1] for count in (30, 60, 1000)] == [30, 600, 1000]
+    each = ((row / 1000, row) for row in range(1, 1001))
+    assert first_rows(each) == ([*range(1, 49)], 1000)
+
+
+def test_what_all_prompts_begin_with_is_read_once(question: ForecastQuestion) -> None:
+    plain, told = (
+        forecast_of(replace(question, job=replace(question.job, template=f"{words}{{{{text}}}}")))
+        for words in ("", "Say whether this is good or bad. " * 40)
+    )
+    assert plain is not None
+    assert told is not None
+    assert told.plan.job.shared_tokens > 300
+    assert told.plan.job.own_tokens == pytest.approx(plain.plan.job.own_tokens, abs=2)
+    assert told.plan.tokens_per_s > 0.5 * plain.plan.tokens_per_s
+    apart = replace(told.plan.job, shared_tokens=0)
+    costs = engine_costs(read_machine("gcp-l4"), read_model(MODEL), "bf16")
+    shared, read = (predict_on_cpu(costs, job, 40, sweep_tokens=1024) for job in (told.plan.job, apart))
+    assert shared.tokens_per_s > 2 * read.tokens_per_s
+    assert 0 < 2 * shared.kv_bytes < read.kv_bytes
+
+
+def test_a_job_of_a_model_that_is_read_from_disk_waits_for_the_disk(
+    question: ForecastQuestion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rate(ram_bytes: int | None, disk: float) -> JobPrediction:
+        machine = MachineLook.machine
+        with monkeypatch.context() as patch:
+            patch.setattr(MachineLook, "machine", lambda *asked: replace(machine(*asked), disk_bytes_per_s=disk))
+            found = forecast_of(replace(question, config=EngineConfig(MODEL, device="cpu", ram_bytes=ram_bytes)))
+        assert found is not None
+        return found.plan
+
+    budget = 6 * 2**30  # of 14 GB
+    quick, slow, in_ram = rate(budget, 3e9), rate(budget, 0.1e9), rate(None, 0.1e9)
+    assert slow.bottleneck is Bottleneck.DISK
+    assert in_ram.tokens_per_s > quick.tokens_per_s > 4 * slow.tokens_per_s
+
+
+@pytest.mark.parametrize("machine", ["desktop-rtx-4090-24gb", "desktop-rtx-3060-12gb"])
+def test_a_disk_that_is_another_leads_to_another_plan(machine: str) -> None:
+    """Of a model larger than RAM, whose experts each sweep reads again."""
+    pc, rows = read_machine(machine).with_memory(ram_bytes=48 * 2**30), JobRows(512, 256, 64)
+    found = [
+        best_batch(question_of(replace(pc, disk_bytes_per_s=disk), read_model("qwen3-30b-a3b"), Limits(), "bf16", rows))
+        for disk in (30e9, 3e9, 0.1e9)
+    ]
+    plans = [each[0] for each in found if each is not None]
+    assert [each[1] for each in found if each is not None][2] == "disk"
+    rates = [plan.tokens_per_s for plan in plans]
+    assert rates[0] > 1.1 * rates[1] > 11 * rates[2]
+    sizes = [(plan.sequences, plan.micro_batch, plan.weights_on_card, plan.cache_on_card) for plan in plans]
+    assert sizes[0] != sizes[1] != sizes[2]
 
 
 def test_of_what_is_not_known_nothing_is_said(question: ForecastQuestion, tmp_path: Path) -> None:

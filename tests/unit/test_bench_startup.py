@@ -140,3 +140,4 @@ def test_a_job_holds_what_its_nodes_answer_soon_and_no_more() -> None:
     few, many = simulate(20_000, 2), simulate(40_000, 2)
     assert many.most_open <= 1.1 * few.most_open < 2_000
     assert min(few.busy, many.busy) > 0.95
+    assert simulate(10_000, 8).busy > 0.9  # they end together, however fast each is

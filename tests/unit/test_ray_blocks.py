@@ -1,13 +1,8 @@
 """Rows handed out to many nodes: each is answered once, whatever joins, leaves, dies or is late."""
 
-import random
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from engine.remote.ray_blocks import MOST_HELD, SUSPECTED, Blocks
-from tests.simulated_cluster import SimulatedCluster
 
 
 def filled(rows: int, *, is_read: bool = True) -> Blocks[int]:
@@ -147,41 +142,3 @@ def test_a_row_that_ends_every_node_is_found_and_given_up() -> None:
             blocks.leave("a", died=False)
     assert given_up == [77]
     assert lives > SUSPECTED
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    rows=st.integers(0, 400),
-    nodes=st.lists(st.tuples(st.integers(1, 40), st.floats(0.05, 50)), min_size=1, max_size=6),
-    trouble=st.floats(0, 0.2),
-    seed=st.integers(0, 2**32),
-)
-def test_every_row_counts_once(rows: int, nodes: list[tuple[int, float]], trouble: float, seed: int) -> None:
-    """Nodes die, leave, join again and answer late, at random."""
-    cluster = SimulatedCluster(rows, nodes, random.Random(seed), trouble=trouble)
-    cluster.run()
-    assert sorted(cluster.counted + cluster.given_up) == list(range(rows))
-    assert cluster.blocks.open_rows == 0
-    assert cluster.most_held <= MOST_HELD
-
-
-@settings(max_examples=15, deadline=None)
-@given(rates=st.lists(st.floats(0.5, 20), min_size=2, max_size=8), seed=st.integers(0, 2**32))
-def test_nodes_end_together(rates: list[float], seed: int) -> None:
-    """The job takes little longer than if all nodes were busy to its end."""
-    rows = 2000
-    cluster = SimulatedCluster(rows, [(4, rate) for rate in rates], random.Random(seed))
-    cluster.run()
-    ideal = rows / sum(rates)
-    slowest_row = 4 / min(rates)
-    assert cluster.now <= 1.2 * ideal + 2 * slowest_row
-
-
-@pytest.mark.parametrize("nodes", [10, 100, 1000])
-def test_planning_a_row_takes_as_long_for_any_number_of_nodes(nodes: int) -> None:
-    """Counted in rows and nodes looked at."""
-    chance = random.Random(1)
-    each = 200 if nodes < 1000 else 50
-    cluster = SimulatedCluster(each * nodes, [(16, chance.uniform(1, 4)) for _ in range(nodes)], chance)
-    cluster.run()
-    assert cluster.blocks.steps / (each * nodes) < 5

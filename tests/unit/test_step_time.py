@@ -62,16 +62,23 @@ def test_whatever_is_farther_away_takes_longer(
         assert of_disk.seconds(many) <= replace(of_disk, way=way).seconds(many) * (1 + 1e-9)
 
 
-def test_a_hand_over_is_paid_in_each_layer_that_has_one() -> None:
-    step = a_step()
-    layers = step.costs.model.moe_layers
-    steps = step.costs.steps
-    later = replace(steps, exchange=replace(steps.exchange, layer_s=steps.exchange.layer_s + 1e-3))
-    step = replace(step, way="cpu")  # else the engine would take the dispatcher
-    slow = replace(step, costs=replace(step.costs, steps=later))
-    assert slow.seconds(0.5) - step.seconds(0.5) == pytest.approx(layers * 1e-3)
-    assert slow.seconds(0.5, whole_layers=8) - step.seconds(0.5, whole_layers=8) == pytest.approx((layers - 8) * 1e-3)
-    assert slow.seconds(0.5, whole_layers=layers) == pytest.approx(step.seconds(0.5, whole_layers=layers))
+def test_a_hand_over_is_paid_in_each_layer_that_has_one_and_flags_where_an_expert_misses() -> None:
+    step = replace(a_step(), way="cpu")  # else the engine would take the dispatcher
+    layers, steps = step.costs.model.moe_layers, step.costs.steps
+    assert steps is not None
+    assert steps.exchange is not None
+
+    def later_by(miss_ratio: float, whole_layers: int = 0, **more: float) -> float:
+        exchange = replace(steps.exchange, **{name: getattr(steps.exchange, name) + s for name, s in more.items()})
+        slow = replace(step, costs=replace(step.costs, steps=replace(steps, exchange=exchange)))
+        return slow.seconds(miss_ratio, whole_layers=whole_layers) - step.seconds(miss_ratio, whole_layers=whole_layers)
+
+    for miss_ratio in (0.0, 0.5, 1.0):
+        assert later_by(miss_ratio, layer_s=1e-3) == pytest.approx(layers * 1e-3)
+    assert later_by(0.5, 8, layer_s=1e-3) == pytest.approx((layers - 8) * 1e-3)
+    assert later_by(0.5, layers, layer_s=1e-3) == pytest.approx(0, abs=1e-9)
+    assert later_by(1.0, host_s=1e-3) == pytest.approx(layers * 1e-3)
+    assert later_by(0.0, host_s=1e-3) == pytest.approx(0, abs=1e-9)
 
 
 _ONE_CARD, _TWO, _AMD = "desktop-rtx-3090-24gb", "desktop-2x-rtx-3090", "desktop-rx-7900-xtx-24gb"

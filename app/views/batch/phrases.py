@@ -11,7 +11,7 @@ from PySide6.QtCore import QCoreApplication, QDate, QLocale, QTime
 from app.engine_words import said
 from app.services.batch_job import JobEntry, JobState
 from app.services.batch_sample import SampleRate
-from app.widgets.quantities import SEPARATOR, count, number, percent
+from app.widgets.quantities import SEPARATOR, count, memory, number, percent
 from engine.batch_files.job_watcher import PlacePace
 from engine.common.config import HERE
 from engine.planner.batch_prediction import Bottleneck, JobPrediction
@@ -71,6 +71,8 @@ def plan_text(plan: JobPrediction, now_s: float, alone_tokens_per_s: float = 0.0
     if alone_tokens_per_s > 0 and plan.batch_rows > 1:
         one_by_one = translate("Batch", "One row at a time: {0} tokens/s.")
         parts.insert(2, one_by_one.format(rate_figure(_two_digits(alone_tokens_per_s))))
+    if plan.kv_bytes:
+        parts.insert(1, translate("Batch", "Context of these rows: up to {0} of memory.").format(memory(plan.kv_bytes)))
     return " ".join(part for part in parts if part)
 
 

@@ -88,8 +88,8 @@ def _attention(place: torch.device) -> Figures:
     """Attention of one token after many others, with heads as Qwen3-30B-A3B has them."""
     import torch
 
-    from engine.kernels.gpu.attention_proof import attention_of
     from engine.kernels.gpu.pages import PageTable
+    from engine.kernels.gpu.proof import attention_of
     from engine.kernels.native.paged_attention import AttentionTerms, KvType
 
     kernel = attention_of(place)
@@ -171,7 +171,7 @@ def works(
 
     from engine.formats.int4 import INT4
     from engine.kernels.gpu.linear import CardLinear, JoinedLinears
-    from engine.kernels.gpu.norms import CudaNorm
+    from engine.kernels.gpu.modules import CudaNorm, NormForm
     from engine.kernels.gpu.rotations import CudaRotary, HeadNorms, RotaryForm
     from engine.kernels.gpu.routers import CudaRouter, Routing
     from engine.kernels.repack import quantise
@@ -192,7 +192,7 @@ def works(
         both = x + more
         return both, normed(both, weight)
 
-    own_sum = None if norm is None else lambda: norm(x, more, weight, 1e-6, offset=0.0, rounds_once=False)
+    own_sum = None if norm is None else lambda: norm(x, more, weight, 1e-6, NormForm())
     yield "residual sum and norm", own_sum, sum_by_operators
 
     q, k = (drawn(1, heads, shape.head_dim) for heads in (shape.heads, shape.kv_heads))

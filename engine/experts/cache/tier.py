@@ -64,6 +64,10 @@ def step_pool(pool: Pool, keys: Sequence[Key]) -> tuple[int, int]:
     return hits, len(pinned) - hits
 
 
+_MARGIN = 0.01
+"""By how much a candidate's hit rate, less what its copies cost, must be higher to be adopted."""
+
+
 class PolicySelector:
     """Shadow pools of every candidate policy for one real pool, and the choice which to adopt.
 
@@ -74,8 +78,6 @@ class PolicySelector:
         capacity: slots of the real pool.
         candidates: names of the policies to simulate.
         popularity: from a calibration; adds `static` to the candidates.
-        half_life: accesses after which a hit counts half in the choice.
-        margin: by how much a candidate's hit rate, less what its copies cost, must be higher to be adopted.
         adopted: the initial policy; the first candidate if None.
     """
 
@@ -84,16 +86,13 @@ class PolicySelector:
         capacity: int,
         candidates: Iterable[str] = CANDIDATES,
         popularity: Mapping[Key, float] | None = None,
-        half_life: float | None = None,
-        margin: float = 0.01,
         adopted: str | None = None,
     ) -> None:
         names = [*candidates, *(["static"] if popularity is not None else [])]
         self._shadows = [
             _Shadow(name, Pool(range(capacity), make_policy(name, capacity, popularity))) for name in names
         ]
-        self._margin = margin
-        self._decay = 2.0 ** (-1.0 / (half_life or max(64.0 * capacity, 2000.0)))
+        self._decay = 2.0 ** (-1.0 / max(64.0 * capacity, 2000.0))  # a hit counts half after so many accesses
         self._accesses = 0.0
         self._patience = 4.0 * capacity
         self._copy_price = 0.0
@@ -119,7 +118,7 @@ class PolicySelector:
         if self._accesses < self._patience:
             return None
         costs = {shadow.name: -shadow.worth(self._copy_price) for shadow in self._shadows}
-        best = clearly_least(costs, self.adopted, least=self._margin * self._accesses)
+        best = clearly_least(costs, self.adopted, least=_MARGIN * self._accesses)
         if best == self.adopted:
             return None
         self.adopted = best

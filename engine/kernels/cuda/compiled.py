@@ -185,31 +185,6 @@ def find_nvrtc(capability: tuple[int, int] | None = None) -> Nvrtc:
     raise CompileError(refused or MISSING)
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """What a kernel takes of a card, in the compiler's words.
-
-    Attributes:
-        registers: per thread.
-        shared_bytes: per block.
-        spilled_bytes: that registers did not suffice for.
-    """
-
-    registers: int
-    shared_bytes: int
-    spilled_bytes: int
-
-
-def usage_in(log: str) -> Usage:
-    """Reads the log of a source with one kernel, compiled with `--ptxas-options=-v`."""
-    registers = re.search(r"Used (\d+) registers", log)
-    if registers is None:
-        raise ValueError(f"no registers in {log!r}")
-    shared = re.search(r"(\d+) bytes smem", log)
-    spilled = re.findall(r"(\d+) bytes spill", log)
-    return Usage(int(registers[1]), int(shared[1]) if shared else 0, sum(map(int, spilled)))
-
-
 STATES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 """As `state_at` in states.h has them."""
 THREADS = 128

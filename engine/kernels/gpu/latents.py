@@ -7,25 +7,21 @@ it lies.  Each attention module is tried: what it returns, and what it keeps of 
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
 import torch
 
-from engine.families.library import code_of, own_forward, take_over
+from engine.families.library import code_of, own_forward
 from engine.formats.tiles import TiledMatrix
+from engine.kernels.cuda.attention import CudaLatents, LatentForm, LatentNorm, LatentShape
 from engine.kernels.cuda.compiled import STATES
-from engine.kernels.cuda.driver import on_card
-from engine.kernels.cuda.latent import CudaLatents, LatentForm, LatentNorm, LatentShape
 from engine.kernels.gpu.linear import CardLinear
-from engine.kernels.gpu.norms import CardNorm
+from engine.kernels.gpu.modules import CardForward, CardNorm, Fused, Taken
 from engine.kernels.gpu.pages import PageTable
 from engine.kernels.native.paged_attention import KvType
-
-_log = logging.getLogger(__name__)
 
 _PARTS = {
     "q_proj",
@@ -67,12 +63,12 @@ class LatentContext:
     window: int
 
 
-class CardLatents:
+class CardLatents(CardForward):
     """The `forward` of one attention module."""
 
     def __init__(self, module: Any, kernel: CudaLatents, norm: CardNorm, form: LatentForm) -> None:
-        self.in_library = module.forward
-        self._module, self._kernel, self._form = module, kernel, form
+        super().__init__(module)
+        self._kernel, self._form = kernel, form
         self._norm = norm
         heads, rank, rope, key_dim, value_dim = (getattr(module, name) for name in _SIZES)
         self._shape = LatentShape(heads, rank, rope, key_dim, value_dim)
@@ -148,33 +144,27 @@ def _matrix(module: Any) -> TiledMatrix | torch.Tensor | None:
 
 
 def speed_up_latents(model: Any, angles: Callable[[torch.Tensor], Any]) -> int:
-    """Gives every module with latent attention that lies on a card its forward, if that has been seen to give the same.
+    """Modules with latent attention.
 
     Args:
         angles: hidden states [1, T, hidden] -> what the model gives its layers as `position_embeddings`.
     """
-    return take_over(_made_in(model, angles))
 
+    def place(module: Any) -> torch.device | None:
+        return norm.weight.device if (norm := _norm_of(module)) is not None else None
 
-def _made_in(model: Any, angles: Callable[[torch.Tensor], Any]) -> Iterator[tuple[Any, CardLatents]]:
-    kernels: dict[torch.device, CudaLatents | None] = {}
-    for module in model.modules():
+    def attended(module: Any, kernel: CudaLatents) -> Taken:
         norm = _norm_of(module)
-        if norm is None:
-            continue
-        place = norm.weight.device
-        if place not in kernels:
-            kernels[place] = on_card(place, CudaLatents)
-        kernel = kernels[place]
-        made = _made(module, kernel, norm, angles) if kernel is not None else None
-        if made is not None:
-            yield module, made
+        assert norm is not None
+        return _made(module, kernel, norm, angles)
+
+    return Fused("latent attention", CudaLatents, place, attended).speed_up(model.modules())
 
 
 def _norm_of(module: Any) -> CardNorm | None:
     """That of the latents of a module which is nothing but latent attention, and a kernel's."""
     forward = code_of(module)
-    if forward is None or own_forward(module) is not None:
+    if forward is None:
         return None
     children = {name for name, child in module.named_children() if child is not None}
     called = {name for name in forward.__code__.co_names if isinstance(forward.__globals__.get(name), FunctionType)}
@@ -204,33 +194,27 @@ class _TriedCache:
         return tuple(torch.cat([before, own], dim=2) for before, own in pairs)
 
 
-@torch.inference_mode()
-def _made(
-    module: Any, kernel: CudaLatents, norm: CardNorm, angles: Callable[[torch.Tensor], Any]
-) -> CardLatents | None:
+def _made(module: Any, kernel: CudaLatents, norm: CardNorm, angles: Callable[[torch.Tensor], Any]) -> Taken:
     weight = norm.weight
     generator = torch.Generator().manual_seed(8)
 
     def drawn(*size: int) -> torch.Tensor:
         return torch.randn(*size, generator=generator).to(weight.device, weight.dtype)
 
-    try:
-        hidden = drawn(1, 1, module.kv_a_proj_with_mqa.in_features)
-        embeddings = angles(hidden)
-        forms = _COMPLEX if isinstance(embeddings, torch.Tensor) else _PAIRED
-        if isinstance(embeddings, torch.Tensor):
-            embeddings = embeddings[:, -1:].contiguous()
-        else:
-            embeddings = tuple(each[:, -1:].contiguous() for each in embeddings)
-        sizes = module.kv_lora_rank, module.qk_rope_head_dim
-        contexts = [tuple(drawn(1, 1, held, size) for size in sizes) for held in _TRIED_HELD]
-        for form in forms:
-            made = CardLatents(module, kernel, norm, form)
-            if all(_is_right(made, module, hidden, embeddings, context) for context in contexts):
-                return made
-    except Exception as error:  # any compiler or driver error, or whatever a module wants to be given: operators do it
-        _log.info("%s is not attended by kernels (%s: %s)", type(module).__name__, type(error).__name__, error)
-    return None
+    hidden = drawn(1, 1, module.kv_a_proj_with_mqa.in_features)
+    embeddings = angles(hidden)
+    forms = _COMPLEX if isinstance(embeddings, torch.Tensor) else _PAIRED
+    if isinstance(embeddings, torch.Tensor):
+        embeddings = embeddings[:, -1:].contiguous()
+    else:
+        embeddings = tuple(each[:, -1:].contiguous() for each in embeddings)
+    sizes = module.kv_lora_rank, module.qk_rope_head_dim
+    contexts = [tuple(drawn(1, 1, held, size) for size in sizes) for held in _TRIED_HELD]
+    for form in forms:
+        made = CardLatents(module, kernel, norm, form)
+        if all(_is_right(made, module, hidden, embeddings, context) for context in contexts):
+            return [(module, made)]
+    return []
 
 
 def _is_right(

@@ -7,17 +7,16 @@ done is done with the rotation.  Every module is tried: what it gives its attent
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from engine.families.library import code_of, forward_with, own_forward, replaced, take_over
+from engine.families.library import code_of, forward_with, own_forward, replaced
 from engine.kernels.cuda.compiled import STATES, Argument, Kernel
-from engine.kernels.cuda.driver import OnCard, on_card
-from engine.kernels.gpu.norms import CardNorm, is_alike
+from engine.kernels.cuda.driver import OnCard
+from engine.kernels.gpu.modules import FEW_ROWS, CardNorm, Fused, Taken, is_alike
 
 ROTARY_KERNEL = Kernel("rotary.cu")
 _HEADS_OF_BLOCK = 4
@@ -84,15 +83,8 @@ class CudaRotary(OnCard):
         outs = [x.new_empty(x.shape) for x in (queries, keys)]
         weights = (norms.query_weight, norms.key_weight) if norms is not None else (None, None)
         own: list[Argument] = [
-            {
-                "x": x,
-                "out": out,
-                "weights": weight,
-                "row_step": x.stride(0),
-                "head_step": x.stride(1),
-                "heads": x.shape[1],
-            }
-            for x, out, weight in zip((queries, keys), outs, weights, strict=True)
+            {"x": x, "out": out, "weights": of, "row_step": x.stride(0), "head_step": x.stride(1), "heads": x.shape[1]}
+            for x, out, of in zip((queries, keys), outs, weights, strict=True)
         ]
         of_norms: dict[str, Argument] = {}
         if norms is not None:
@@ -111,13 +103,10 @@ class CudaRotary(OnCard):
         return outs[0], outs[1]
 
 
-_log = logging.getLogger(__name__)
-
 _NAME = "apply_rotary_pos_emb"
 """Of the function in the library's files of nearly all families."""
 _ATTENTION = "ALL_ATTENTION_FUNCTIONS"
 """Of the registry there that attention functions are taken from."""
-_FEW_ROWS = 16
 TRIED_POSITIONS = (3, 77, 1003)
 _TRIED_HEADS = (4, 2)
 _FORMS = tuple(
@@ -181,7 +170,7 @@ class Rotation:
     def _is_few(states: torch.Tensor, width: int) -> bool:
         """Whether these are few tokens' [B, T, heads, dim], or [B, T, heads x dim], with norms of this width."""
         return (
-            states.dtype in STATES and states.shape[-1] == width and 0 < states.shape[0] * states.shape[1] <= _FEW_ROWS
+            states.dtype in STATES and states.shape[-1] == width and 0 < states.shape[0] * states.shape[1] <= FEW_ROWS
         )
 
     def _rows(
@@ -193,7 +182,7 @@ class Rotation:
         (batch, _, tokens, dim), wide = q.shape, cos.shape[-1] * 2 // self._form.angles_of_pair
         rows = batch * tokens
         if (
-            not 0 < rows <= _FEW_ROWS
+            not 0 < rows <= FEW_ROWS
             or q.dtype not in STATES
             or k.dtype != q.dtype
             or cos.dtype not in STATES
@@ -238,56 +227,24 @@ class _Later:
 
 
 def speed_up_rotations(model: Any, angles: Callable[[torch.Tensor], Any]) -> int:
-    """Gives every attention module that lies on a card its rotation, if it has been seen to give the same.
+    """Attention modules.
 
     Args:
         angles: hidden states [1, T, hidden] -> what the model gives its layers as `position_embeddings`.
     """
-    kernels: dict[torch.device, CudaRotary | None] = {}
     forms: dict[tuple[object, torch.dtype], RotaryForm | None] = {}
-    count = 0
-    for module in model.modules():
-        library = _rotation_in_library(module)
-        if library is None:
-            continue
-        weight = next((p for p in module.parameters() if p.is_floating_point()), None)
-        if weight is None or weight.dtype not in STATES:
-            continue
-        if weight.device not in kernels:
-            kernels[weight.device] = on_card(weight.device, CudaRotary)
-        kernel = kernels[weight.device]
-        if kernel is not None:
-            count += _speed_up(module, library, kernel, angles, weight, forms)
-    return count
 
-
-def _rotation_in_library(module: Any) -> Callable[..., Any] | None:
-    """The function by which an attention module of the library rotates, as long as its code is called as it is."""
-    forward = code_of(module)
-    if forward is None or own_forward(module) is not None:
-        return None
-    found = forward.__globals__.get(_NAME) if _NAME in forward.__code__.co_names else None
-    return found if callable(found) else None
-
-
-@torch.inference_mode()
-def _speed_up(
-    module: Any,
-    library: Callable[..., Any],
-    kernel: CudaRotary,
-    angles: Callable[[torch.Tensor], Any],
-    weight: torch.Tensor,
-    forms: dict[tuple[object, torch.dtype], RotaryForm | None],
-) -> bool:
-    norms: tuple[Any, ...] = tuple(getattr(module, name, None) for name in ("q_norm", "k_norm"))
-    try:
+    def rotated(module: Any, kernel: CudaRotary) -> Taken:
+        library, weight = _rotation_in_library(module), _weight_of(module)
+        assert library is not None
+        norms: tuple[Any, ...] = tuple(getattr(module, name, None) for name in ("q_norm", "k_norm"))
         hidden = _hidden(module, weight)
         embeddings = angles(hidden)
         if (library, weight.dtype) not in forms:
             forms[library, weight.dtype] = _form_of(library, kernel, embeddings, weight)
         form = forms[library, weight.dtype]
         if form is None:
-            return False
+            return []
         wanted = _attended(module, library, hidden, embeddings)
         alike = [norm for norm in map(own_forward, norms) if isinstance(norm, CardNorm)]
         for is_later in (True, False) if _can_wait(module, alike) else (False,):
@@ -296,10 +253,26 @@ def _speed_up(
             with replaced(later):
                 found = _attended(module, rotation, hidden, embeddings)
             if all(is_alike(mine, its) for mine, its in zip(found, wanted, strict=True)):
-                return take_over([*later, (module, forward_with(module, {_NAME: rotation}))]) > 0
-    except Exception as error:  # any compiler or driver error, or whatever a module wants to be given: operators do it
-        _log.info("%s is not rotated by a kernel (%s: %s)", type(module).__name__, type(error).__name__, error)
-    return False
+                return [*later, (module, forward_with(module, {_NAME: rotation}))]
+        return []
+
+    return Fused("rotations", CudaRotary, _place_of, rotated).speed_up(model.modules())
+
+
+def _place_of(module: Any) -> torch.device | None:
+    weight = _weight_of(module) if _rotation_in_library(module) is not None else None
+    return weight.device if weight is not None and weight.dtype in STATES else None
+
+
+def _weight_of(module: Any) -> Any:
+    return next((p for p in module.parameters() if p.is_floating_point()), None)
+
+
+def _rotation_in_library(module: Any) -> Callable[..., Any] | None:
+    """The function by which an attention module of the library rotates, as long as its code is called as it is."""
+    forward = code_of(module)
+    found = forward.__globals__.get(_NAME) if forward is not None and _NAME in forward.__code__.co_names else None
+    return found if callable(found) else None
 
 
 def _can_wait(module: Any, norms: list[CardNorm]) -> bool:

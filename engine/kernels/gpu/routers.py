@@ -9,7 +9,6 @@ of a linear layer within (HunYuan).
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -18,9 +17,10 @@ from typing import Any
 import torch
 
 from engine.families import family_at
-from engine.families.library import own_forward, take_over
+from engine.families.library import own_forward
 from engine.kernels.cuda.compiled import STATES, Kernel
-from engine.kernels.cuda.driver import Launcher, OnCard, on_card
+from engine.kernels.cuda.driver import Launcher, OnCard
+from engine.kernels.gpu.modules import FEW_ROWS, CardForward, Fused, Taken
 
 _EXPERTS_OF_BLOCK, _ROWS = 4, 8
 _NAMES = {torch.bfloat16: "Bf16", torch.float16: "Fp16", torch.float32: "Fp32"}
@@ -132,10 +132,6 @@ class CudaRouter(OnCard):
         return self._arrived
 
 
-_log = logging.getLogger(__name__)
-
-_FEW_ROWS = 16
-"""Up to so many tokens the weights are read once or twice; a library's product is faster for more."""
 _TRIED_ROWS = 8
 _SAME = 0.9
 """Of the ids: sums in another order change few of the choices between near equals."""
@@ -148,13 +144,12 @@ _STATICS = "moe_statics"
 _CORRECTIONS = ("e_score_correction_bias", f"{_STATICS}.e_score_correction_bias")
 
 
-class CardRouter:
+class CardRouter(CardForward):
     """The `forward` of one router."""
 
     def __init__(self, module: Any, kernel: CudaRouter, how: Routing) -> None:
-        self.in_library = module.forward
-        self.how = how
-        self._module, self._kernel = module, kernel
+        super().__init__(module)
+        self.how, self._kernel = how, kernel
         self._correction: tuple[torch.Tensor, torch.Tensor] | None = None
         """What is added to scores, as it is given and as the kernel reads it."""
 
@@ -165,7 +160,7 @@ class CardRouter:
         weight = holder.weight
         tokens = hidden_states.reshape(-1, weight.shape[1])
         if (
-            not 0 < len(tokens) <= _FEW_ROWS
+            not 0 < len(tokens) <= FEW_ROWS
             or weight.device != tokens.device
             or not self._kernel.takes(tokens.dtype, weight)
         ):
@@ -181,22 +176,12 @@ class CardRouter:
 
 
 def speed_up_routers(model: Any) -> int:
-    """Gives every router that lies on a card with the kernel its forward, if that has been seen to give the same."""
-    return take_over(_made_in(model))
+    """Modules that look like a router."""
 
+    def place(module: Any) -> torch.device | None:
+        return _holder(module).weight.device if _is_router(module) else None
 
-def _made_in(model: Any) -> Iterator[tuple[Any, CardRouter]]:
-    kernels = dict[torch.device, CudaRouter | None]()
-    for module in model.modules():
-        if not _is_router(module):
-            continue
-        place = _holder(module).weight.device
-        if place not in kernels:
-            kernels[place] = on_card(place, CudaRouter)
-        kernel = kernels[place]
-        made = _made(module, kernel) if kernel is not None else None
-        if made is not None:
-            yield module, made
+    return Fused("routing", CudaRouter, place, _made).speed_up(model.modules())
 
 
 def _holder(module: Any) -> Any:
@@ -218,7 +203,6 @@ def _is_router(module: Any) -> bool:
         and isinstance(getattr(module, "top_k", None), int)
         and tensors <= {f"{prefix}weight", f"{prefix}bias", *_CORRECTIONS}
         and all(each.numel() == len(weight) for each in _corrections(module))
-        and own_forward(module) is None
         and given in ([], [_CORRECTIONS[0]])
     )
 
@@ -260,30 +244,26 @@ def _ways(module: Any) -> Iterator[Routing]:
         yield Routing(module.top_k, is_sigmoid, groups, kept, rounds_logits, normalises, rounds_shares, scale=scale)
 
 
-@torch.inference_mode()
-def _made(module: Any, kernel: CudaRouter) -> CardRouter | None:
+def _made(module: Any, kernel: CudaRouter) -> Taken:
     weight = _holder(module).weight
     generator = torch.Generator().manual_seed(5)
     asks = len(inspect.signature(module.forward).parameters) > 1
     given = [torch.rand(len(weight), generator=generator).to(weight.device)] if asks else []
     tried: list[tuple[torch.Tensor, Any]] = []
-    try:
-        for dtype in dict.fromkeys((weight.dtype, torch.bfloat16)):  # fp32 weights may be those of a model in bf16
-            x = torch.randn(_TRIED_ROWS, weight.shape[1], generator=generator).to(weight.device, dtype)
-            if not kernel.takes(dtype, weight):
-                continue
-            try:
-                tried.append((x, module.forward(x, *given)))
-            except RuntimeError:  # not of this type
-                continue
-        for how in _ways(module) if tried else ():
-            made = CardRouter(module, kernel, how)
-            # What is rounded to the states' type shows in the narrower one alone.
-            if how.suits(len(weight)) and all(_agree(made(x, *given), wanted, x.dtype) for x, wanted in tried):
-                return made
-    except Exception:  # any compiler or driver error, or whatever a module wants to be given: operators do it
-        _log.warning("experts are not chosen by a kernel on %s", weight.device, exc_info=True)
-    return None
+    for dtype in dict.fromkeys((weight.dtype, torch.bfloat16)):  # fp32 weights may be those of a model in bf16
+        x = torch.randn(_TRIED_ROWS, weight.shape[1], generator=generator).to(weight.device, dtype)
+        if not kernel.takes(dtype, weight):
+            continue
+        try:
+            tried.append((x, module.forward(x, *given)))
+        except RuntimeError:  # not of this type
+            continue
+    for how in _ways(module) if tried else ():
+        made = CardRouter(module, kernel, how)
+        # What is rounded to the states' type shows in the narrower one alone.
+        if how.suits(len(weight)) and all(_agree(made(x, *given), wanted, x.dtype) for x, wanted in tried):
+            return [(module, made)]
+    return []
 
 
 def _agree(found: tuple[torch.Tensor, ...], wanted: Any, dtype: torch.dtype) -> bool:

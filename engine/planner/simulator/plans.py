@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from engine.planner import schedules
 from engine.planner.costs import Costs
-from engine.planner.plan_parts import CHUNKS_TOGETHER, Workload, card_memory, share_on_disk, usual_rule, with_all_visits
+from engine.planner.plan_parts import CHUNKS_TOGETHER, Workload, card_memory, usual_rule, with_all_visits
 from engine.planner.policy_search import PAGE, PerformanceModel, best_of, block_times, fewest_batches, policies
 from engine.planner.schedules import Schedule
 from engine.planner.simulator.request import Outcome, utilisation
@@ -42,31 +42,39 @@ class BatchSystem:
 
 def run_batches(name: str, setting: Setting, *, record: bool = False) -> Iterator[Outcome]:
     """The outcome of a workload under one schedule, for each policy that fits and is worth trying."""
-    costs, work = setting.costs, setting.workload
-    machine, model = costs.machine, costs.model
-    if machine.gpu is None:
+    if setting.costs.machine.gpu is None:
         return
-    rule = setting.rule or usual_rule(machine)
-    if name == KLOTSKI:
-        rule = with_all_visits(rule, model)
-    performance = PerformanceModel(costs, work, rule)
+    performance = performance_of(name, setting)
     for policy in policies_to_try(name, performance, setting):
-        kv = performance.kv_bytes() * policy.sequences
-        in_ram = kv * (1 - policy.cached)
-        if in_ram > rule.ram:
-            continue
-        on_card = performance.working_bytes(policy) + kv * policy.cached
-        yield run_batch(
-            name,
-            system_of(name, policy, own=rule.record is not None),
-            costs,
-            work,
-            policy,
-            chunk=rule.chunk,
-            disk_share=share_on_disk(machine, model, costs.precision, kv_bytes=in_ram, rule=rule),
-            vram_bytes=rule.card - performance.card_room(policy.resident) + on_card,
-            record=record,
-        )
+        if performance.held_bytes(policy)[1] <= performance.rule.ram:
+            system = system_of(name, policy, own=performance.rule.record is not None)
+            yield run_planned(name, system, performance, policy, record=record)
+
+
+def performance_of(name: str, setting: Setting) -> PerformanceModel:
+    """Of a policy, with the memory that its schedule leaves."""
+    rule = setting.rule or usual_rule(setting.costs.machine)
+    if name == KLOTSKI:
+        rule = with_all_visits(rule, setting.costs.model)
+    return PerformanceModel(setting.costs, setting.workload, rule)
+
+
+def run_planned(
+    name: str, system: BatchSystem, performance: PerformanceModel, policy: OffloadPolicy, *, record: bool = False
+) -> Outcome:
+    """`run_batch` with this memory."""
+    rule = performance.rule
+    return run_batch(
+        name,
+        system,
+        performance.costs,
+        performance.workload,
+        policy,
+        chunk=rule.chunk,
+        disk_share=performance.disk_share(policy),
+        vram_bytes=rule.card - performance.card_room(policy.resident) + performance.held_bytes(policy)[0],
+        record=record,
+    )
 
 
 def system_of(name: str, policy: OffloadPolicy, *, own: bool = False) -> BatchSystem:

@@ -36,6 +36,7 @@ from engine.planner.batch_prediction import (
     first_rows,
     predict_on_cpu,
     predicted_on_card,
+    shared_length,
 )
 from engine.planner.costs import Cards, Costs, Observed, engine_costs
 from engine.planner.plan_parts import BatchPlan, Limits
@@ -239,7 +240,7 @@ def plan_rows(
     if best is None:
         return JobPlan(policy_for(loaded), rows, None)
     plan, lane = best
-    predicted = predicted_on_card(rows, plan.sequences, plan.batches, plan.schedule, plan.tokens_per_s, lane, off)
+    predicted = predicted_on_card(rows, plan, lane, off, shape)
     return JobPlan(policy_for(loaded, plan=plan), rows, predicted, plan)
 
 
@@ -272,14 +273,14 @@ def _ram_beside_disk(rows: JobRows, loaded: LoadedModel, shape: ModelShape) -> i
 
 
 _WATCHED = {
-    Cost.H2D: "Copies to the graphics card take {:.2g} times as long as",
-    Cost.CARD_LAYER: "Layers take {:.2g} times as long on the graphics card as",
-    Cost.CARD_ATTENTION: "Attention takes {:.2g} times as long on the graphics card as",
-    Cost.CARD_EXPERT: "Experts take {:.2g} times as long on the graphics card as",
-    Cost.CPU_ATTENTION: "Attention takes {:.2g} times as long on the processor as",
-    Cost.CPU_PROMPT_EXPERT: "Experts take {:.2g} times as long on the processor as",
-    Cost.DISK: "Reads from disk take {:.2g} times as long as",
-    Cost.DISTINCT: "Rows use {:.2g} times as many experts as",
+    Cost.H2D: "Copies to the graphics card take {} times as long as",
+    Cost.CARD_LAYER: "Layers take {} times as long on the graphics card as",
+    Cost.CARD_ATTENTION: "Attention takes {} times as long on the graphics card as",
+    Cost.CARD_EXPERT: "Experts take {} times as long on the graphics card as",
+    Cost.CPU_ATTENTION: "Attention takes {} times as long on the processor as",
+    Cost.CPU_PROMPT_EXPERT: "Experts take {} times as long on the processor as",
+    Cost.DISK: "Reads from disk take {} times as long as",
+    Cost.DISTINCT: "Rows use {} times as many experts as",
 }
 
 
@@ -308,7 +309,8 @@ class PlanWatch:
         question = _question(self._rows, self._loaded, self._shape, self._machine)
         if not is_overtaken(question, self._plan, _IS_BETTER):
             return ""
-        return f"{_WATCHED[most].format(changes[most])} the plan for rows had, so these are planned again."
+        times = f"{changes[most]:.2g}" if changes[most] < 100 else f"{changes[most]:.0f}"
+        return f"{_WATCHED[most].format(times)} the plan for rows had, so these are planned again."
 
     def _seen(self) -> dict[Cost, float]:
         """What was found, over what had been known; nothing where all experts are on the card."""
@@ -423,20 +425,21 @@ def job_rows(
     asked_rows: Iterable[tuple[float, RowRequest | Answer]], loaded: LoadedModel, generated_tokens: float | None = None
 ) -> JobRows:
     """Estimates all rows from the first ones; their number from the share of the input they take."""
-    lengths, limits = list[int](), list[float]()
+    prompts, limits = list[Sequence[int]](), list[float]()
     first, total = first_rows(asked_rows)
     for asked in first:
         if isinstance(asked, Answer) or not asked.messages:
             continue
         try:
-            lengths.append(len(chat_prompt(loaded.tokenizer, asked.messages, sight=loaded.sight)))
+            prompts.append(chat_prompt(loaded.tokenizer, asked.messages, sight=loaded.sight))
         except EngineError:  # the row itself will report it
             continue
-        limits.append(min(asked.sampling.max_tokens, max(1, loaded.context_tokens - lengths[-1])))
+        limits.append(min(asked.sampling.max_tokens, max(1, loaded.context_tokens - len(prompts[-1]))))
     return JobRows(
         max(1, total),
-        max(1.0, statistics.fmean(lengths)) if lengths else 1.0,
+        max(1.0, statistics.fmean(map(len, prompts))) if prompts else 1.0,
         max(1.0, generated_tokens or (statistics.fmean(limits) if limits else 1.0)),
+        shared_length(prompts),
     )
 
 

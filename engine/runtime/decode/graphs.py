@@ -265,7 +265,7 @@ class GraphedSteps:
     @property
     def most(self) -> int:
         """Tokens of a step."""
-        return self._most if self.refused is None and not self._gathers else 1
+        return self._most if self.refused is None else 1
 
     @property
     def takes_guesses(self) -> bool:
@@ -333,7 +333,8 @@ class GraphedSteps:
 
     def forget(self) -> None:
         """Lets go of all that was captured."""
-        self._forget_steps()
+        while self._kinds:
+            self._forget_step(self._kinds.popitem()[1])
         self._places = None
         self._memory.release()
 
@@ -429,11 +430,11 @@ class GraphedSteps:
             _log.info("PyTorch's operators compute attention on %s: %s", self._device.name, why)
             self._attention.kernels = {}
         elif self._keeps_latents and not self._gathers:
-            self._gathers = True
+            self._gathers, self._most = True, 1
         else:
             self._refuse(why)
             return
-        self._forget_steps()
+        self.forget()
 
     def _give_up(self, rows: int, why: str) -> None:
         """No step of several tokens is repeated any more, or none at all."""
@@ -448,10 +449,6 @@ class GraphedSteps:
         self.refused = why
         self.forget()
         FALLS.say(f"The graph of decode steps on {self._device.name}", "operators launched one by one", why)
-
-    def _forget_steps(self) -> None:
-        while self._kinds:
-            self._forget_step(self._kinds.popitem()[1])
 
     def _forget_step(self, kind: _Kind) -> None:
         if kind.step is not None:

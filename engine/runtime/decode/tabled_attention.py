@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from engine.kernels.gpu.attention_proof import ProvenAttention, attention_of
+from engine.kernels.gpu.proof import ProvenAttention, attention_of
 from engine.kernels.native.paged_attention import PAGE_TOKENS, AttentionTerms
 from engine.runtime.decoder_layers import stays
 from engine.runtime.kv.library_attention import attending_by, configs_of, window_of

@@ -42,10 +42,8 @@ from engine.families import fast_path_of
 from engine.formats.tiles import RecordLayout
 from engine.kernels import choose_kernel
 from engine.kernels.cuda.driver import nvidia_card
-from engine.kernels.gpu.angles import speed_up_angles
 from engine.kernels.gpu.latents import speed_up_latents
-from engine.kernels.gpu.layers import speed_up_layers
-from engine.kernels.gpu.norms import speed_up_norms
+from engine.kernels.gpu.modules import speed_up_angles, speed_up_layers, speed_up_norms
 from engine.kernels.gpu.proof import kernels_of
 from engine.kernels.gpu.rotations import TRIED_POSITIONS, speed_up_rotations
 from engine.kernels.gpu.routers import speed_up_routers
@@ -101,8 +99,8 @@ def speed_up_on_cards(model: Any) -> None:
     def angles(hidden: torch.Tensor) -> Any:
         return None if rotary is None else rotary(hidden, torch.tensor([TRIED_POSITIONS], device=hidden.device))
 
-    rotations = speed_up_rotations(model, angles) if rotary is not None else 0
     latents = speed_up_latents(model, angles) if rotary is not None else 0
+    rotations = speed_up_rotations(model, angles) if rotary is not None else 0  # of what is not part of one of those
     routers = speed_up_routers(model)
     layers = speed_up_layers(decoder_layers(model), getattr(decoder, "norm", None))
     _log.info(

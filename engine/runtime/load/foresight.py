@@ -36,28 +36,32 @@ _NAMES = ("gate", "router")
 
 
 class Popularity:
-    """Counts by layer and expert, [layers][experts]; layers may differ in their number of experts."""
+    """Counts by layer and expert, [layers][experts]; layers may differ in their number of experts.
 
-    def __init__(self, counts: list[list[float]]) -> None:
-        self.counts = counts
+    How popular an expert is counts as its share of its layer's uses: of a prompt the last layer computes one row only.
+    """
+
+    def __init__(self, counts: list[list[float]], totals: list[float] | None = None) -> None:
+        self.counts, self._totals = counts, totals or [max(sum(layer), 1.0) for layer in counts]
 
     def of(self, numbers: Sequence[int]) -> dict[Key, float]:
         experts = max(len(self.counts[number]) for number in numbers)
         return {
-            layer * experts + expert: count
+            layer * experts + expert: count / self._totals[number]
             for layer, number in enumerate(numbers)
             for expert, count in enumerate(self.counts[number])
         }
 
     def part(self, numbers: Sequence[int], experts: Sequence[range]) -> Popularity:
         return Popularity(
-            [self.counts[number][own.start : own.stop] for number, own in zip(numbers, experts, strict=True)]
+            [self.counts[number][own.start : own.stop] for number, own in zip(numbers, experts, strict=True)],
+            [self._totals[number] for number in numbers],
         )
 
     def ranked(self) -> Iterator[tuple[int, int]]:
         everyone = [
-            (-count, number, expert)
-            for number, counts in enumerate(self.counts)
+            (-count / total, number, expert)
+            for number, (counts, total) in enumerate(zip(self.counts, self._totals, strict=True))
             for expert, count in enumerate(counts)
             if count
         ]

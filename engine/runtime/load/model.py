@@ -34,7 +34,7 @@ from engine.formats import STORED, format_of
 from engine.hardware.cpu import compute_threads
 from engine.hardware.probe import usable_cpus
 from engine.kernels import card_note
-from engine.kernels.gpu.attention_proof import attention_of
+from engine.kernels.gpu.proof import attention_of
 from engine.kernels.native.choice import ensure_measured
 from engine.kernels.native.library import load_kernels, missing_note
 from engine.kernels.native.paged_attention import KvType

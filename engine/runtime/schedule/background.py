@@ -94,6 +94,11 @@ class Background:
     def has_jobs(self) -> bool:
         return bool(self._lanes or self.is_busy)
 
+    def held_bytes(self, beside: ContinuousBatch | None) -> int:
+        """Bytes of what rows hold, but in the pages of this batch, which counts those itself."""
+        lanes = self._lanes.values()
+        return sum(lane.held_bytes for lane in lanes if beside is None or lane.pool is not beside.pool)
+
     @property
     def is_in_one_lane(self) -> bool:
         """Whether the sweeps of all jobs are the same: none has to wait for those of another."""

@@ -100,7 +100,9 @@ class Scheduler:
 
     @property
     def kv_bytes(self) -> int:
-        return self._batch.held_bytes if self._batch is not None else 0
+        """Bytes that the held context takes, that of jobs' rows as well."""
+        own = self._batch.held_bytes if self._batch is not None else 0
+        return own + self.background.held_bytes(self._batch)
 
     def submit(
         self, request: BatchRequest | Sequence, on_end: OnEnd, on_begin: Callable[[], None] = lambda: None

@@ -25,6 +25,7 @@ from engine.common.errors import EngineError
 from engine.common.falls import FALLS
 from engine.common.kept_context import kept_context_settings
 from engine.devices.device import CopyRecord, Device, Event
+from engine.devices.memory_budget import MemoryCategory
 from engine.experts.cache.tier import CacheSnapshot, TierCounters
 from engine.experts.file_image import dropped_note
 from engine.experts.latency import LatencyModel
@@ -214,6 +215,9 @@ def memory_parts(loaded: LoadedModel, kv_bytes: int) -> tuple[MemoryPart, ...]:
         held["experts"] += loaded.disk_backed.filled_nbytes
     if not devices and loaded.device.type == "cpu":
         held["weights"], held["kv"] = loaded.info.weights_bytes, kv_bytes
+    elif devices:  # rows of jobs may have theirs in RAM
+        on_cards = (device.memory.use().by_category.get(MemoryCategory.KV, 0) for device in devices)
+        held["kv"] = max(0, kv_bytes - sum(on_cards))
     if loaded.sight is not None:
         held["pictures"] = loaded.sight.nbytes
     resident = _PROCESS.memory_info().rss

@@ -395,14 +395,6 @@ GiveBack = Callable[[int, int], int]
 """Takes so many bytes of the card of this number from its experts; how many it got."""
 
 
-@dataclass(frozen=True)
-class SharedCache:
-    """Keys and values of a micro-batch on their way to all cards that have heads of this layer."""
-
-    parts: tuple[CacheAhead, ...]
-    heads: tuple[range, ...]
-
-
 class SharedAttention:
     """See `DeviceAttention`; over all cards, of which there may be one.
 
@@ -445,19 +437,22 @@ class SharedAttention:
             card.leave()
         self._parts.clear()
 
-    def fetch(self, layer: PagedLayer, terms: AttentionTerms, pieces: Pieces, index: int) -> SharedCache:
-        parts = [
+    def fetch(self, layer: PagedLayer, terms: AttentionTerms, pieces: Pieces, index: int) -> list[CacheAhead]:
+        """See `DeviceAttention.fetch`: to all cards that have heads of this layer."""
+        return [
             with_room(partial(card.fetch, part, terms, pieces, index), partial(self._give_back, number))
             for number, (card, part) in enumerate(zip(self._cards, self._parts_of(layer), strict=False))
         ]
-        return SharedCache(tuple(parts), heads_of(layer.shape.kv_heads, len(self._cards)))
 
-    def attend(self, call: AttentionCall, ahead: SharedCache, terms: AttentionTerms, index: int) -> torch.Tensor:
+    def attend(
+        self, call: AttentionCall, ahead: Sequence[CacheAhead], terms: AttentionTerms, index: int
+    ) -> torch.Tensor:
         group = call.queries.shape[1] // call.keys.shape[1]
-        if len(ahead.parts) == 1:
-            return self._cards[0].attend(call, ahead.parts[0], terms, index)
+        if len(ahead) == 1:
+            return self._cards[0].attend(call, ahead[0], terms, index)
+        heads = heads_of(call.keys.shape[1], len(self._cards))
         came, places = list[tuple[Ways, torch.Tensor, Event]](), list[range]()
-        for number, own in enumerate(ahead.heads[1:], 1):
+        for number, own in enumerate(heads[1:], 1):
             ways, compute = self._ways[number - 1], self._devices[number].compute_stream
             mine = _part(call, own, group)
             states = (mine.queries, mine.keys, mine.values)
@@ -469,12 +464,12 @@ class SharedAttention:
             sent = torch.split(there, [each.numel() for each in states])
             landed = (part.view(each.shape) for part, each in zip(sent, states, strict=True))
             given = AttentionCall(call.module, *landed)
-            attended = self._cards[number].attend(given, ahead.parts[number], self._terms_of(terms, own, group), index)
+            attended = self._cards[number].attend(given, ahead[number], self._terms_of(terms, own, group), index)
             ways.there.read_until(compute.record())
             came.append((ways, *ways.back.carry(attended.contiguous())))
             places.append(_queries(own, group))
-        own = ahead.heads[0]
-        first = self._cards[0].attend(_part(call, own, group), ahead.parts[0], self._terms_of(terms, own, group), index)
+        own = heads[0]
+        first = self._cards[0].attend(_part(call, own, group), ahead[0], self._terms_of(terms, own, group), index)
         result = first.new_empty(1, first.shape[1], call.queries.shape[1], first.shape[3])
 
         def work() -> None:

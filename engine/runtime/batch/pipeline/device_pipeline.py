@@ -26,8 +26,8 @@ from engine.kernels.native.paged_attention import Pieces
 from engine.planner.schedules import Schedule
 from engine.runtime.batch.layers import DecoderLayers, MicroBatch
 from engine.runtime.batch.packed_attention import PagedStates
-from engine.runtime.batch.pipeline.device_attention import SharedAttention, SharedCache, StayingPages
-from engine.runtime.batch.pipeline.layer_experts import SharedLayerExperts
+from engine.runtime.batch.pipeline.device_attention import CacheAhead, SharedAttention, StayingPages
+from engine.runtime.batch.pipeline.layer_experts import LayerExperts, SharedLayerExperts
 from engine.runtime.batch.pipeline.layer_run import AttentionCall, ExpertsCall, LayerRun, with_matrices
 from engine.runtime.batch.pipeline.paged import PlacedRows, work_of
 from engine.runtime.load.timed_card import LAUNCHES
@@ -122,8 +122,7 @@ class DevicePipeline:
         Raises:
             EngineError: the device failed, or a record could not be read; no work is left in flight.
         """
-        self.experts.whole = schedule.whole_layers
-        self.experts.begin()
+        self.experts.each(lambda card: card.begin(whole=schedule.whole_layers))
         layers = [_Layer(self, index, batches) for index in range(len(self._layers))]
         assert schedule.order is not None, schedule.name
         order = schedule.order(layers)
@@ -134,7 +133,7 @@ class DevicePipeline:
                     self._device_attention.finish()
                     self._observe_layer(layers[0], batches[0].hidden.shape[1])
                 self._attention.forget_ended()
-                self.experts.leave(index)
+                self.experts.each(partial(LayerExperts.leave, index=index))
                 yield
         except BaseException:  # includes closing the generator early
             for layer in layers:
@@ -177,22 +176,22 @@ class DevicePipeline:
         back = self.device.h2d_stream if behind else self.device.small_copy_stream
         return with_room(partial(self._attention.begin, call, pieces, number, back, index), self.experts.give_back)
 
-    def fetch_cache(self, index: int, pieces: Pieces) -> SharedCache:
+    def fetch_cache(self, index: int, pieces: Pieces) -> list[CacheAhead]:
         module = next(module for module in self._layers[index].modules() if id(module) in self._states.shapes)
         return self._fetched(module, pieces, index)
 
-    def _fetched(self, module: Any, pieces: Pieces, index: int) -> SharedCache:
+    def _fetched(self, module: Any, pieces: Pieces, index: int) -> list[CacheAhead]:
         layer, terms = self._states.layer_of(module)[0], self._states.terms_of(module)
         return self._device_attention.fetch(layer, terms, pieces, index)
 
-    def attend_there(self, index: int, call: AttentionCall, cache: SharedCache) -> torch.Tensor:
+    def attend_there(self, index: int, call: AttentionCall, cache: Sequence[CacheAhead]) -> torch.Tensor:
         return self._device_attention.attend(call, cache, self._states.terms_of(call.module), index)
 
     def close(self) -> None:
         """Frees all memory.  Safe to call twice."""
         self._attention.close()
         self._device_attention.close()
-        self.experts.close()
+        self.experts.each(LayerExperts.close)
 
     def _abort(self) -> None:
         self._attention.settle()
@@ -219,7 +218,7 @@ class _Layer:
         self.runs: dict[int, LayerRun] = {}
         self.marks: list[tuple[Any, Any]] = []
         self.attended: dict[int, AttendedAhead] = {}
-        self.caches: dict[int, SharedCache] = {}
+        self.caches: dict[int, list[CacheAhead]] = {}
 
     @property
     def count(self) -> int:
@@ -248,13 +247,13 @@ class _Layer:
             self._answer(number, self.pipeline.attend_there(self._index, run.call, cache))
 
     def bring_page(self, page: int, pages: int) -> None:
-        self.pipeline.experts.bring_page(self._index, page, pages)
+        self.pipeline.experts.each(lambda card: card.bring_page(self._index, page, pages))
 
     def bring_layer(self) -> None:
-        self.pipeline.experts.bring_layer(self._index)
+        self.pipeline.experts.each(lambda card: card.bring_layer(self._index))
 
     def bring_hot(self, *, of_next: bool = False) -> None:
-        self.pipeline.experts.bring_hot(self._index, of_next=of_next)
+        self.pipeline.experts.each(lambda card: card.bring_hot(self._index, of_next=of_next))
 
     def bring_wanted(self) -> None:
         self.pipeline.experts.bring_wanted(list(self._expert_calls(self.runs).values()))

@@ -158,7 +158,6 @@ class LayerExperts:
     Attributes:
         sites: experts modules by identity.
         most: most experts of any layer.
-        whole: whether a layer is computed once it is complete; else once the experts it uses are there.
 
     Raises:
         LookupError: the model's experts are not loaded to a device, layer by layer.
@@ -195,7 +194,7 @@ class LayerExperts:
             held.take_back()
             raise
         self._buffers.layer_numbers = [index for index, number in enumerate(self._first_of) if number is not None]
-        self.whole = True
+        self._whole = True
         self._latency, self._record_nbytes = modules[0].latency, layout.nbytes
         self._not_told = device.copy_log.listen(self._copied)
         self._routing: tuple[Sequence[ExpertsCall], Routing] | None = None
@@ -215,8 +214,13 @@ class LayerExperts:
         if copy.direction == Direction.H2D and copy.nbytes >= self._record_nbytes:
             self._latency.costs.observe(Cost.H2D, copy.nbytes, copy.ended_s - copy.started_s)
 
-    def begin(self) -> None:
-        """Before a sweep: those experts that are planned to stay are there, or as many as have room."""
+    def begin(self, *, whole: bool) -> None:
+        """Before a sweep: those experts that are planned to stay are there, or as many as have room.
+
+        Args:
+            whole: whether a layer is computed once it is complete; else once the experts it uses are there.
+        """
+        self._whole = whole
         if self._awaits_residents:
             self._residents.fill()
             self._awaits_residents = False
@@ -254,7 +258,7 @@ class LayerExperts:
         site = self.sites.get(id(call.module))
         if site is None or not call.index.numel():
             return compute_experts(call.module, call.hidden, call.index, call.weights)
-        half = self._bring_all(site.number) if self.whole else self._buffers.begin(site.number)
+        half = self._bring_all(site.number) if self._whole else self._buffers.begin(site.number)
         make_kernel, index = site.experts.make_kernel, call.index
         resident = self._residents.of(site.number)
         if resident is None:
@@ -436,26 +440,10 @@ class SharedLayerExperts:
         """See `LayerExperts.costs`: of each card."""
         return [card.experts.costs for card in self.cards]
 
-    @property
-    def whole(self) -> bool:
-        return self.cards[0].experts.whole
-
-    @whole.setter
-    def whole(self, is_whole: bool) -> None:
+    def each(self, do: Callable[[LayerExperts], object]) -> None:
+        """Has each card do its part."""
         for card in self.cards:
-            card.experts.whole = is_whole
-
-    def begin(self) -> None:
-        self._all(lambda each: each.begin())
-
-    def bring_page(self, index: int, page: int, pages: int) -> None:
-        self._all(lambda each: each.bring_page(index, page, pages))
-
-    def bring_layer(self, index: int) -> None:
-        self._all(lambda each: each.bring_layer(index))
-
-    def bring_hot(self, index: int, *, of_next: bool) -> None:
-        self._all(lambda each: each.bring_hot(index, of_next=of_next))
+            do(card.experts)
 
     def bring_wanted(self, calls: Sequence[ExpertsCall]) -> None:
         for number, card in enumerate(self.cards):
@@ -486,9 +474,6 @@ class SharedLayerExperts:
             return compute_experts(call.module, call.hidden, call.index, call.weights)
         return experts.with_misses_on_cpu(call.hidden, call.index, call.weights)
 
-    def leave(self, index: int) -> None:
-        self._all(lambda each: each.leave(index))
-
     def give_back(self, nbytes: int) -> int:
         """See `LayerExperts.give_back`: of the first card, which has all else."""
         return self.give_back_of(0, nbytes)
@@ -502,12 +487,6 @@ class SharedLayerExperts:
             card.experts.forget()
             if card.ways is not None:
                 card.ways.forget()
-
-    def close(self) -> None:
-        self._all(lambda each: each.close())
-
-    def _all(self, do: Callable[[LayerExperts], Any]) -> list[Any]:
-        return [do(card.experts) for card in self.cards]
 
     def _part(self, number: int, module: Any) -> Part | None:
         shared = module.__dict__.get(BANK_LAYER, (None, None))[1]

@@ -11,8 +11,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 
 from engine.devices.device import upload
-from engine.kernels.gpu.attention_proof import attention_of
 from engine.kernels.gpu.pages import PageTable
+from engine.kernels.gpu.proof import attention_of
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.paged_attention import (
     PAGE_TOKENS,

@@ -1,4 +1,4 @@
-"""`python -m engine.kernels.cuda`: what the kernels take of each kind of card, and how long steps may take on some.
+"""`python -m benchmarks.card_kernels`: what the kernels take of each kind of card, and how long steps may take on some.
 
 The first table is an estimate. The second compiles every kernel, which needs NVIDIA's compiler but no card; with
 `--estimates` it is left out.
@@ -6,6 +6,7 @@ The first table is an estimate. The second compiles every kernel, which needs NV
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,13 +16,11 @@ import torch
 from engine.formats import FORMATS, TiledFormat, WeightFormat
 from engine.formats.ggml import BLOCK_TYPES
 from engine.formats.tiles import Pairing
-from engine.kernels.cuda.attention import attention_kernels
-from engine.kernels.cuda.compiled import CompileError, Kernel, compile_kernel, find_nvrtc, usage_in
+from engine.kernels.cuda.attention import attention_kernels, latent_kernels
+from engine.kernels.cuda.compiled import CompileError, Kernel, compile_kernel, find_nvrtc
 from engine.kernels.cuda.exchange import exchange_kernels
-from engine.kernels.cuda.latent import latent_kernels
 from engine.kernels.cuda.products import ROUND_KERNEL, grid_of, group_kernels, product_kernels, struct_of, unpack_kernel
-from engine.kernels.gpu.angles import ANGLES_KERNEL
-from engine.kernels.gpu.norms import NORM_KERNEL
+from engine.kernels.gpu.modules import ANGLES_KERNEL, NORM_KERNEL
 from engine.kernels.gpu.rotations import ROTARY_KERNEL
 from engine.kernels.gpu.routers import router_kernels
 from engine.kernels.gpu.stored import StoredMatrix
@@ -164,6 +163,31 @@ def all_kernels() -> list[Kernel]:
 def nvidia_kernels() -> list[Kernel]:
     """The same, with those that only NVIDIA's cards run."""
     return [*all_kernels(), *exchange_kernels()]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a kernel takes of a card, in the compiler's words.
+
+    Attributes:
+        registers: per thread.
+        shared_bytes: per block.
+        spilled_bytes: that registers did not suffice for.
+    """
+
+    registers: int
+    shared_bytes: int
+    spilled_bytes: int
+
+
+def usage_in(log: str) -> Usage:
+    """Reads the log of a source with one kernel, compiled with `--ptxas-options=-v`."""
+    registers = re.search(r"Used (\d+) registers", log)
+    if registers is None:
+        raise ValueError(f"no registers in {log!r}")
+    shared = re.search(r"(\d+) bytes smem", log)
+    spilled = re.findall(r"(\d+) bytes spill", log)
+    return Usage(int(registers[1]), int(shared[1]) if shared else 0, sum(map(int, spilled)))
 
 
 def usage_rows() -> Iterator[list[str]]:
