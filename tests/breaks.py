@@ -392,10 +392,10 @@ def list_of(**said: object) -> Break:
 
 @contextmanager
 def no_update_server(world: Fresh) -> Iterator[None]:
-    real = mirror.updates_address()
-    mirror.use_updates_address("http://127.0.0.1:9")
+    real = mirror.chosen("updates")
+    mirror.use("updates", "http://127.0.0.1:9")
     yield
-    mirror.use_updates_address(real)
+    mirror.use("updates", real)
 
 
 @contextmanager

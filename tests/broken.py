@@ -248,7 +248,7 @@ class Updating(Fresh):
         text = json.dumps(listed).encode()
         signature = base64.b64encode(key.sign(text if signs is None else signs))
         names = self.hub.add("makers/list", {"latest.json": text, "latest.json.sig": signature})
-        mirror.use_updates_address(f"{self.hub.endpoint}/makers/list/resolve/{names.commit}")
+        mirror.use("updates", f"{self.hub.endpoint}/makers/list/resolve/{names.commit}")
 
 
 TORCH, BIG = "VERSION = '1.0'\n", bytes(range(256)) * 384

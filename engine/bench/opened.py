@@ -10,6 +10,7 @@ Also what else a checkout has to measure with: `benchmarks`, beside `engine`, an
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import random
@@ -243,11 +244,13 @@ def _sequence(loaded: LoadedModel) -> Iterator[OneSequence]:
 
 @contextmanager
 def opened(config: EngineConfig) -> Iterator[LoadedModel]:
+    gc.freeze()  # as the engine's process does: collections need not look through modules, which are there for good
     loaded = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
     try:
         yield loaded
     finally:
         loaded.close()
+        gc.unfreeze()
 
 
 def hybrid_layers(model: Any) -> list[tuple[Any, HybridExperts]]:

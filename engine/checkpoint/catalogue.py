@@ -79,7 +79,6 @@ class CatalogueEntry:
 
     @property
     def is_free(self) -> bool:
-        """Whether its licence allows every use."""
         return self.licence in _FREE
 
     @property
@@ -218,7 +217,6 @@ def find_shape(model: str) -> ModelShape:
 
 
 def is_on_hub(model: str) -> bool:
-    """Whether `find_shape` would have to ask a hub."""
     return is_reference(model) and not Path(model).exists() and find_named(model) is None and _known(model) is None
 
 

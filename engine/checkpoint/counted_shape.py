@@ -231,7 +231,6 @@ def _stored(shape: ModelShape, mine: list[TensorEntry], experts: list[TensorEntr
 
 
 def _rows_of_token(text: dict[str, Any], tables: list[TensorEntry]) -> int:
-    """That a token looks up in tables of n-grams or of layers."""
     hashed = {_layer(entry.key) for entry in tables if "ngram" in entry.key}
     orders = number_of(text, ("ngram_size",)) or 3
     heads = (orders - 1) * (number_of(text, ("heads_per_ngram",)) or 8)
@@ -300,7 +299,6 @@ def _layer(key: str) -> int:
 
 
 def _full_attention(text: dict[str, Any], layers: int) -> int:
-    """Layers whose cache grows with the context."""
     types = text.get("layer_types")
     if not isinstance(types, list) or not types:
         return layers

@@ -190,7 +190,6 @@ def _states(files: list[Path]) -> list[tuple[int, int]]:
 
 
 def _side_files(source: Path) -> Iterable[Path]:
-    """Configuration, tokenizer, templates, card and licence."""
     for file in sorted(source.iterdir()):
         plain = file.name.lower()
         wanted = plain.endswith(_SIDE_SUFFIXES) or plain.startswith(_SIDE_NAMES)

@@ -112,7 +112,6 @@ def note_use(model: Path, how: str, tokens_per_s: float = 0.0, tokens: int = 0) 
 
 
 def move_usage(model: Path, to: Path) -> None:
-    """Takes the record of a model along to its new place."""
     with contextlib.suppress(OSError):
         _file(model).replace(_file(to))
 
@@ -314,7 +313,6 @@ class LibraryEntry:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether it is used where it lies and does not belong to the library."""
         return self.origin != OWN
 
 
@@ -368,7 +366,6 @@ def list_models() -> list[LibraryEntry]:
 
 
 def show(model: str) -> LibraryEntry:
-    """One model, by its name or at a path."""
     path = resolve(model)
     if path.parent == models_dir():
         return describe(path, path.name)
@@ -570,7 +567,6 @@ def _weights_by_name(folder: Path) -> set[Path]:
 
 
 def _is_beside(file: Path, folder: Path) -> bool:
-    """Whether this is a file of a model's other than weights, by its name."""
     if is_of_embedding(file.relative_to(folder).as_posix()):
         return True
     if file.parent != folder:

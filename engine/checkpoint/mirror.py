@@ -26,16 +26,17 @@ _PROXY_VARIABLES = ("HTTPS_PROXY", "HTTP_PROXY")
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What an address is of, in the words of a message."""
+    """What an address is of, in the words of a message; a `variable` of the environment wins over what is chosen."""
 
     called: str
     example: str
     is_proxy: bool = False
+    variable: str = ""
 
 
 _KINDS = {
     "mirror": _Kind("a mirror's", "https://mirror.example"),
-    "packages": _Kind("a mirror's", "https://mirror.example/pypi"),
+    "packages": _Kind("a mirror's", "https://mirror.example/pypi", variable=PACKAGES_VARIABLE),
     "updates": _Kind("an update server's", "https://updates.example"),
     "proxy": _Kind("a proxy's", "http://proxy.example:3128", is_proxy=True),
 }
@@ -46,81 +47,39 @@ def mirror_of_environment() -> str:
     return os.environ.get("HF_ENDPOINT", "").rstrip("/")
 
 
-def chosen_mirror() -> str:
-    """The mirror that `use_mirror` keeps; empty for none, or if its file is damaged."""
-    return _chosen("mirror")
-
-
-def use_mirror(address: str) -> str:
-    """Asks the hub at this address from now on; empty for the hub's own.  Returns the address as it is kept.
-
-    Raises:
-        EngineError: `INVALID_REQUEST` (it cannot be a hub's address), or the disk's.
-    """
-    return _use("mirror", address)
-
-
-def packages_mirror() -> str:
-    """The mirror that `use_packages_mirror` keeps; empty for none."""
-    return os.environ.get(PACKAGES_VARIABLE, "").rstrip("/") or _chosen("packages")
-
-
-def use_packages_mirror(address: str) -> str:
-    """Fetches Switchyard's engine from this address from now on.  As `use_mirror`."""
-    return _use("packages", address)
-
-
 def mirrored_package(url: str) -> str:
     """Where a package of Python's index, or of PyTorch's, is fetched from; others stay where they are.
 
     A mirror has `packages/...` as files.pythonhosted.org does, and `whl/...` as download.pytorch.org.
     """
-    mirror, parts = packages_mirror(), urlsplit(url)
+    mirror, parts = chosen("packages"), urlsplit(url)
     is_known = parts.hostname in ("files.pythonhosted.org", "download.pytorch.org")
     return f"{mirror}{parts.path}" if mirror and is_known else url
 
 
-def updates_address() -> str:
-    """Where people have Switchyard look for newer versions; empty for its makers' own server."""
-    return _chosen("updates")
-
-
-def use_updates_address(address: str) -> str:
-    """Looks for newer versions there from now on.  As `use_mirror`."""
-    return _use("updates", address)
-
-
-def chosen_proxy() -> str:
-    """The proxy that `use_proxy` keeps; empty for the system's."""
-    return _chosen("proxy")
-
-
-def use_proxy(address: str) -> str:
-    """Reaches all but this machine through this proxy from now on; empty for the system's.  Returns what is kept."""
-    before = chosen_proxy()
-    kept = _use("proxy", address)
-    for name in _PROXY_VARIABLES:
-        if before and os.environ.get(name) == before:
-            del os.environ[name]
-    begin_with_proxy()
-    return kept
-
-
 def begin_with_proxy() -> None:
     """Has this process, and those that it starts, use the chosen proxy, unless the environment names one."""
-    proxy = chosen_proxy()
+    proxy = chosen("proxy")
     if proxy and not any(os.environ.get(name) or os.environ.get(name.lower()) for name in _PROXY_VARIABLES):
         os.environ.update(dict.fromkeys(_PROXY_VARIABLES, proxy))
         os.environ.setdefault("NO_PROXY", ",".join(_THIS_MACHINE))
 
 
-def _chosen(name: str) -> str:
-    address = read_record(_file(), _MOST_BYTES).get(name, "")
-    return address if isinstance(address, str) and _is_address(address, _KINDS[name]) else ""
+def chosen(name: str) -> str:
+    """The address that `use` keeps of one of `_KINDS`, or that the environment names; empty for none, or if its file is
+    damaged."""
+    kind, address = _KINDS[name], read_record(_file(), _MOST_BYTES).get(name, "")
+    kept = address if isinstance(address, str) and _is_address(address, kind) else ""
+    return (os.environ.get(kind.variable, "").rstrip("/") if kind.variable else "") or kept
 
 
-def _use(name: str, address: str) -> str:
-    kind = _KINDS[name]
+def use(name: str, address: str) -> str:
+    """Asks at this address from now on; empty for the usual one.  Returns the address as it is kept.
+
+    Raises:
+        EngineError: `INVALID_REQUEST` (it cannot be such an address), or the disk's.
+    """
+    kind, before = _KINDS[name], chosen(name)
     address = address.strip().rstrip("/")
     if address and not _is_address(address, kind):
         raise EngineError(
@@ -130,6 +89,11 @@ def _use(name: str, address: str) -> str:
     with disk_errors_explained(config_dir()):
         private_folder(config_dir())
         write_private(_file(), json.dumps({**read_record(_file(), _MOST_BYTES), name: address}) + "\n")
+    if kind.is_proxy:
+        for variable in _PROXY_VARIABLES:
+            if before and os.environ.get(variable) == before:
+                del os.environ[variable]
+        begin_with_proxy()
     return address
 
 

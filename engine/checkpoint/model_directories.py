@@ -353,7 +353,6 @@ def _gpt4all_elsewhere(home: Path) -> Iterator[ModelDirectory]:
 
 
 def _set_elsewhere(origin: str, settings: Path, key: str) -> Iterator[ModelDirectory]:
-    """The folder that a program's own settings name."""
     named = read_record(settings, _MOST_BYTES).get(key)
     if isinstance(named, str) and Path(named).is_absolute() and "\0" not in named:
         yield ModelDirectory(origin, Path(named))
@@ -497,7 +496,6 @@ class _Walk:
         return dict(sorted(names.items()))
 
     def folders(self, folder: Path) -> list[Path]:
-        """The folders in one, sorted by name; none if it cannot be read."""
         try:
             return [folder / name for name, entry in self.open(folder).items() if _is_dir(entry)]
         except OSError:

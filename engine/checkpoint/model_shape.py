@@ -42,7 +42,6 @@ class AttentionShape:
 
     @property
     def kv_elements(self) -> int:
-        """Elements that a token adds to a layer's cache."""
         return self.latent or 2 * self.kv_heads * self.head_dim
 
 
@@ -111,7 +110,6 @@ class ModelShape:
 
     @property
     def expert_weights(self) -> int:
-        """Parameters of one routed expert's matrices."""
         return self.expert_matrices * self.hidden * self.expert_width
 
     @property
@@ -189,12 +187,10 @@ class ModelShape:
         return sum(up * most.bytes_per_weight + down * of.bytes_per_weight for most, of in formats) / len(formats)
 
     def layer_bytes_per_weight(self, precision: str) -> float:
-        """Of what is neither expert nor embedding nor head."""
         kept = self.stored if precision == STORED else None
         return kept.layer_bytes_per_weight if kept is not None else format_of(precision).bytes_per_weight
 
     def head_bytes_per_weight(self, precision: str) -> float:
-        """Of the head, if layers are in this precision."""
         kept = self.stored if precision == STORED else None
         return kept.head_bytes_per_weight if kept is not None else format_of(head_format(precision)).bytes_per_weight
 
@@ -202,7 +198,6 @@ class ModelShape:
         return self.moe_layers * self.experts * self.expert_bytes(precision)
 
     def non_expert_bytes(self) -> float:
-        """Bytes of everything but the routed experts, in 16 bits."""
         return 2.0 * self.non_expert_weights
 
     def in_place(self) -> ModelShape:

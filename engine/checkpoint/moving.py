@@ -155,7 +155,6 @@ def _put(folder: Path, source: Path, target: Path) -> None:
 
 
 def _take_along(source: Path, target: Path) -> None:
-    """Gives what is kept elsewhere under the old place the name of the new one."""
     before, after = where(source), where(target)
     for file in converted_of(source):
         file.replace(file.with_name(file.name.replace(f"-{before}.gguf", f"-{after}.gguf")))
@@ -191,7 +190,6 @@ def _copy(
 
 
 def _compare(source: Path, records: Iterable[FileRecord], manifest: Manifest | None) -> None:
-    """Raises if what was read of the original is not what its manifest says."""
     found = {record.path: record for record in records}
     for record in manifest.files if manifest is not None else ():
         if found.get(record.path) != record:

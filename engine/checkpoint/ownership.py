@@ -61,7 +61,6 @@ def named(name: str) -> Found:
 
 
 def is_ours(found: Found) -> bool:
-    """Whether it is the user's own, and no other program's."""
     return owner(found) in (OWN, FOLDER)
 
 

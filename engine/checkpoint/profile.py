@@ -61,7 +61,6 @@ def suggested_sampling(directory: Path) -> SamplingParams:
 
 
 def _of_starter(directory: Path) -> dict[str, Any] | None:
-    """The recipe's suggestions, if this is the starter."""
     manifest = read_manifest(directory)
     if manifest is None or not manifest.source.startswith("recipe "):
         return None
@@ -248,7 +247,6 @@ def _grows(kind: str) -> bool:
 
 
 def _chooses_blocks(kind: str) -> bool:
-    """Whether a layer of attention chooses blocks of tokens by an index."""
     return kind.endswith("_sparse")
 
 

@@ -176,7 +176,6 @@ def weight_files(directory: Path, names: Collection[str] | None = None) -> list[
 
 
 def is_beside_weights(name: str) -> bool:
-    """Whether a checkpoint's configuration or tokenizer has a file of this name."""
     return name in _BESIDE_WEIGHTS or name.endswith(".tiktoken")
 
 

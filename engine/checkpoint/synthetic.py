@@ -29,8 +29,6 @@ from engine.formats.coded import to_bfloat16
 
 
 class Role(Enum):
-    """The role of a tensor, which determines how it is filled."""
-
     MATRIX = "matrix"
     EMBEDDING = "embedding"
     ROUTER = "router"
@@ -95,7 +93,6 @@ reduced for quick runs and tests."""
 
 
 def config_of(shape: Shape) -> dict[str, Any]:
-    """The content of `config.json`."""
     common: dict[str, Any] = {
         "model_type": shape.family,
         "dtype": "bfloat16",
@@ -391,7 +388,6 @@ _LARGEST = {"layers": 1000, "vocab": 2**20, "experts": 4096}
 
 
 def is_synthetic(model: str) -> bool:
-    """Whether this names a synthetic model."""
     return model.startswith(_PREFIX)
 
 
@@ -460,12 +456,10 @@ def options_of(model: str, known: Iterable[str]) -> tuple[str, dict[str, int]]:
 
 
 def plain_nbytes(shape: Shape) -> int:
-    """Bytes of the weights in bfloat16."""
     return 2 * sum(math.prod(spec.shape) for specs in tensors_of(shape) for spec in specs)
 
 
 def write_checkpoint(folder: Path, shape: Shape) -> None:
-    """Writes the checkpoint into an empty folder."""
     largest = max(math.prod(spec.shape) for specs in tensors_of(shape) for spec in specs)
     weights, files = RandomWeights(largest), shape.layers + 2
     weight_map: dict[str, str] = {}

@@ -72,28 +72,16 @@ class CudaCapture:
         """See `Capture.end`.  CUDA does not run what it captures, so it is run here."""
         graph, self._under_way = self._under_way, None
         assert graph is not None
-        try:
-            graph.capture_end()
-        finally:
-            self._resume()
+        self._end(graph)
         graph.replay()
         self._graphs.append(graph)
         return graph
 
     def abandon(self) -> None:
         graph, self._under_way = self._under_way, None
-        if graph is None:
-            return
-        try:
-            graph.capture_end()
-        except RuntimeError:  # CUDA reports the failed capture again, before torch's allocator has left the pool
-            for leave in (
-                "_cuda_endAllocateToPool",
-                "_cuda_releasePool",
-            ):  # as `use_mem_pool` does at its end
-                with contextlib.suppress(RuntimeError, AttributeError):  # it has left already
-                    getattr(torch._C, leave)(self._place.index or 0, self._pool)
-        self._resume()
+        if graph is not None:
+            with contextlib.suppress(RuntimeError):  # CUDA reports the failed capture again
+                self._end(graph)
 
     def close(self) -> None:
         self.abandon()
@@ -102,6 +90,20 @@ class CudaCapture:
         while self._graphs:
             self._graphs.pop().reset()
         self._held = None
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            try:
+                graph.pool()
+            except RuntimeError:  # it failed before torch's allocator has left the pool; else the graph does so itself
+                for leave in ("_cuda_endAllocateToPool", "_cuda_releasePool"):  # as `use_mem_pool` does at its end
+                    with contextlib.suppress(RuntimeError, AttributeError):  # it has left already
+                        getattr(torch._C, leave)(self._place.index or 0, self._pool)
+            raise
+        finally:
+            self._resume()
 
     def _resume(self) -> None:
         if self._before is not None:

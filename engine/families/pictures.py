@@ -199,7 +199,6 @@ class Sizes:
     largest: bool = False
 
     def settings(self) -> dict[str, Any]:
-        """Sizes as the library's processor takes them."""
         side, sized = self.patch * self.merge, {"shortest_edge": self.least, "longest_edge": self.most}
         match self.sight.rule:
             case "square":

@@ -80,7 +80,6 @@ class BlockType(WeightFormat):
 
     @property
     def is_blocks(self) -> bool:
-        """Whether these are no plain numbers."""
         return self.elements > 1
 
     @property

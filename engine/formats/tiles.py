@@ -362,7 +362,6 @@ class RecordLayout:
 
     @property
     def padding(self) -> list[tuple[int, int]]:
-        """Begin and end of each run of bytes that no part has."""
         ends = [0, *(part.offset + part.nbytes for part in self.parts)]
         return [
             (end, begin)

@@ -60,8 +60,6 @@ class WeightFormat(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class PlainFormat(WeightFormat):
-    """Floating-point numbers in row-major order."""
-
     dtype: str
 
     @property

@@ -33,7 +33,7 @@ from engine.checkpoint.downloads import queue
 from engine.checkpoint.downloads.queue import Download
 from engine.checkpoint.downloads.records import PlannedFile
 from engine.checkpoint.manifest import MANIFEST_NAME
-from engine.checkpoint.mirror import updates_address
+from engine.checkpoint.mirror import chosen
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import disk_errors_explained, new_folder, require_space
 from engine.common.installed import (
@@ -121,13 +121,13 @@ def updates_settings() -> dict[str, Any]:
 def can_update() -> bool:
     """Whether this is a package that was released with a key to tell real updates by, and knows where to look."""
     settings = updates_settings()
-    return bool(settings.get("keys")) and bool(updates_address() or settings.get("address"))
+    return bool(settings.get("keys")) and bool(chosen("updates") or settings.get("address"))
 
 
 def look_for_update() -> Update | None:
     """A version that is newer than the one that runs and than the one of the next start; None if there is none."""
     packed, settings = need_bundle(), updates_settings()
-    address = (updates_address() or str(settings.get("address", ""))).rstrip("/")
+    address = (chosen("updates") or str(settings.get("address", ""))).rstrip("/")
     content, signature = _fetched_small(f"{address}/latest.json"), _fetched_small(f"{address}/latest.json.sig")
     if not is_signed(content, signature, settings.get("keys", ())):
         raise _untrue("is not signed by Switchyard's makers")

@@ -1,5 +1,6 @@
 """What a real card's device does around torch, with torch's own calls replaced: no card is needed."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -29,16 +30,21 @@ class _Pool:
 
 
 class _Graph:
-    """A graph whose capture fails if told to."""
+    """A graph whose capture fails if told to, or what comes after it."""
 
-    fails = False
+    fails = is_made = False
 
     def capture_begin(self, pool: tuple[int, int], capture_error_mode: str) -> None:
-        self.pool = pool
+        self._pool = pool
 
     def capture_end(self) -> None:
         if _Graph.fails:
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+    def pool(self) -> tuple[int, int]:
+        if not _Graph.is_made:
+            raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
+        return self._pool
 
     def replay(self) -> None: ...
 
@@ -76,16 +82,21 @@ class _Nothing:
     def __exit__(self, *_: object) -> None: ...
 
 
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("is_made", [False, True])
 def test_after_a_failed_capture_memory_no_longer_comes_from_its_pool(
-    left: list[tuple[str, int, Any]], monkeypatch: pytest.MonkeyPatch
+    left: list[tuple[str, int, Any]], monkeypatch: pytest.MonkeyPatch, ends: bool, is_made: bool
 ) -> None:
     capture = CudaCapture(PLACE, _Stream())  # type: ignore[arg-type]
     capture.begin()
     monkeypatch.setattr(_Graph, "fails", True)
-    capture.abandon()
-    assert left == [("_cuda_endAllocateToPool", 1, (1, 0)), ("_cuda_releasePool", 1, (1, 0))]
-    capture.abandon()
-    assert len(left) == 2
+    monkeypatch.setattr(_Graph, "is_made", is_made)  # such a graph leaves the pool by itself
+    with pytest.raises(RuntimeError, match="previous error") if ends else nullcontext():
+        capture.end() if ends else capture.abandon()
+    assert left == [(f"_cuda_{name}", 1, (1, 0)) for name in ("endAllocateToPool", "releasePool") if not is_made]
+    capture.close()
+    assert len(left) <= 2
+    assert not _Pool.alive
 
 
 def test_memory_beyond_the_plan_is_refused_by_torch_itself() -> None:

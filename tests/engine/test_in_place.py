@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4GroupedLinear
 
 from engine.checkpoint.gguf.file import read_gguf
 from engine.checkpoint.headers import read_header
@@ -20,10 +21,12 @@ from engine.kernels.native import library
 from engine.kernels.native.library import Isa, NativeKernels
 from engine.kernels.native.linear import (
     BlockEmbedding,
+    GroupedLinear,
     LatentHeads,
     MixedRows,
     QuantisedLinear,
     TurnedLinear,
+    multiplies_groups,
     route_rows,
 )
 from engine.kernels.native.structs import ExpertsStruct, RouterStruct, SparseBlockStruct
@@ -116,6 +119,20 @@ def test_rows_of_numbers_are_not_rounded(name: str, isa: Isa) -> None:
         layer = QuantisedLinear(module, blocks, kernels, is_head=True)
         for count in (1, 8, 9, 70):
             assert (layer(x[:count]) - wanted[:count]).norm() < 2e-6 * wanted[:count].norm()
+
+
+def test_groups_of_rows_are_multiplied_each_with_values_of_its_own() -> None:
+    """As in DeepSeek-V4's output of attention, which is computed where it lies."""
+    blocks = made_up_blocks(GGML["Q8_0"], 96, 8, 5)
+    module = DeepseekV4GroupedLinear(256, 96, 3).bfloat16()
+    module.weight.data = torch.from_numpy(blocks.kind.dequantise(blocks.raw.numpy())).bfloat16()
+    x = torch.randn(2, 9, 3, 256, generator=torch.Generator().manual_seed(7)).bfloat16()
+    assert multiplies_groups(module)
+    with kernels_of(_ISAS[-1], threads=2) as kernels, torch.no_grad():
+        wanted = module(x)
+        found = GroupedLinear(module, blocks, kernels)(x)
+    assert found.shape == wanted.shape
+    assert (found - wanted).norm() < 0.02 * wanted.norm()
 
 
 @pytest.mark.parametrize("isa", _ISAS, ids=lambda isa: isa.name)

@@ -15,7 +15,7 @@ from engine.common.config import SamplingParams
 from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.policy import BatchPolicy, why_not_packed
 from engine.runtime.kv.layers import library_cache
-from engine.runtime.kv.memory import cache_bytes, measure_kv
+from engine.runtime.kv.library_caches import cache_bytes, measure_kv
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.continuous_batch import ContinuousBatch
 from tests.combinations import some

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engine.bench.opened import OneSequence
 from engine.experts.latency import LatencyModel
 from engine.runtime.decode.pieces import Layers, PromptPieces, wanted_tokens
-from engine.runtime.kv.memory import KvCost
+from engine.runtime.kv.library_caches import KvCost
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.request import BatchRequest
 from engine.runtime.schedule.scheduler import Scheduler

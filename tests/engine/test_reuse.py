@@ -8,7 +8,7 @@ import torch
 
 from engine.bench.opened import OneSequence
 from engine.common.config import SamplingParams
-from engine.runtime.kv.memory import measure_kv
+from engine.runtime.kv.library_caches import measure_kv
 from engine.runtime.schedule.request import BatchRequest
 from tests.combinations import some
 from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt, tiny_loaded

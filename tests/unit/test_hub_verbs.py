@@ -11,7 +11,7 @@ import pytest
 from engine.checkpoint.catalogue import catalogue_dir, own_catalogue
 from engine.checkpoint.hub.contents import _heads_read, find_candidate
 from engine.checkpoint.hub.http import read_token, save_token
-from engine.checkpoint.mirror import chosen_mirror
+from engine.checkpoint.mirror import chosen
 from engine.checkpoint.synthetic import make_synthetic
 from engine.cli import main
 from engine.common.paths import cache_dir, config_dir
@@ -123,9 +123,9 @@ def test_the_mirror_of_the_settings_is_asked_and_named(
 def test_what_is_no_address_is_refused_and_changes_nothing(run: Run, address: str) -> None:
     assert run("mirror", "https://mirror.example")[0] == 0
     assert run("mirror", address)[0] == 2
-    assert chosen_mirror() == "https://mirror.example"
+    assert chosen("mirror") == "https://mirror.example"
     (config_dir() / "hub.json").write_text(json.dumps({"mirror": address}))  # by hand
-    assert chosen_mirror() == ""
+    assert chosen("mirror") == ""
 
 
 def test_a_token_is_forgotten(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,7 @@ class Server:
         files = {**self.files, "latest.json": text.encode(), "latest.json.sig": signature}
         repo = self._hub.add("makers/updates", files)
         self.address = f"{self._hub.endpoint}/makers/updates/resolve/{repo.commit}"
-        mirror.use_updates_address(self.address)
+        mirror.use("updates", self.address)
 
     def publish_window(self, wheels: Sequence[Path], lock_address: str, **others: Any) -> None:
         """Publishes version 0.3.0 with this engine."""
@@ -167,7 +167,7 @@ def test_only_the_very_signature_of_the_very_content_counts(content: bytes, nois
 
 def test_without_a_key_or_an_address_nothing_is_asked(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not updates.can_update()
-    mirror.use_updates_address("https://updates.example")
+    mirror.use("updates", "https://updates.example")
     assert updates.can_update()
     monkeypatch.setattr(updates, "updates_settings", lambda: {"address": "https://x.example", "keys": []})
     assert not updates.can_update()

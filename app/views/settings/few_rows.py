@@ -25,7 +25,6 @@ from app.widgets.fields import ComboBox
 from app.widgets.quantities import figures, file_size, rough
 from app.widgets.scaffold import muted_label, push_button, set_message, text_label, vbox, warning_label
 from app.widgets.setting_controls import COMBO_WIDTH_PX, Budget, SettingValues, setting_words
-from engine.checkpoint.mirror import updates_address, use_updates_address
 from engine.common.config import COMPUTING_CARD, MODEL_CARD
 from engine.common.files import private_folder
 from engine.common.installed import version
@@ -191,7 +190,7 @@ class UpdatesCard(SettingsCard):
         self.back = self._button(self.tr("Go back"), updates.go_back)
         self.back_words = self.add_row(self.tr("Previous version"), " ", self.back)
         self._doing = TaskQueue(self)
-        self.server = AddressField(updates_address, use_updates_address, self._doing, self._tell, self)
+        self.server = AddressField("updates", self._doing, self._tell, self)
         self.server.setPlaceholderText(self.tr("the official one"))
         words = self.tr(
             "Where newer versions come from. Only versions signed by Switchyard's developers are installed."

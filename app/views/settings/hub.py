@@ -14,15 +14,7 @@ from app.services.background import LatestTask, TaskQueue, sentence_of
 from app.views.settings.card import SettingsCard
 from app.widgets.asking import ask_path
 from app.widgets.scaffold import hbox, push_button, set_message, text_label, vbox, warning_label
-from engine.checkpoint.mirror import (
-    chosen_mirror,
-    chosen_proxy,
-    mirror_of_environment,
-    packages_mirror,
-    use_mirror,
-    use_packages_mirror,
-    use_proxy,
-)
+from engine.checkpoint.mirror import chosen, mirror_of_environment, use
 
 if TYPE_CHECKING:
     from engine.checkpoint.catalogue import Catalogue
@@ -34,26 +26,25 @@ WIDTH_PX = 240
 
 
 class AddressField(QLineEdit):
-    """Its contents are what was kept, also after a change; one that cannot be used is left to be mended."""
+    """Its contents are what was kept, also after a change; one that cannot be used is left to be mended.
+
+    Args:
+        name: of the address, see `engine.checkpoint.mirror.use`.
+    """
 
     def __init__(
-        self,
-        kept: Callable[[], str],
-        use: Callable[[str], str],
-        doing: TaskQueue,
-        tell: Callable[[Exception | None], object],
-        parent: QWidget,
+        self, name: str, doing: TaskQueue, tell: Callable[[Exception | None], object], parent: QWidget
     ) -> None:
-        super().__init__(kept(), parent)
-        self._kept, self._use, self._doing, self._tell = kept, use, doing, tell
+        super().__init__(chosen(name), parent)
+        self._name, self._doing, self._tell = name, doing, tell
         self.setFixedWidth(WIDTH_PX)
         self.editingFinished.connect(self._leave)
 
     def _leave(self) -> None:
         address = self.text()
         self._tell(None)
-        if address != self._kept():  # else the field was only left
-            self._doing.add(lambda: self._use(address), self._on_kept, self._tell)
+        if address != chosen(self._name):  # else the field was only left
+            self._doing.add(lambda: use(self._name, address), self._on_kept, self._tell)
 
     def _on_kept(self, address: str) -> None:
         if not self.hasFocus():
@@ -71,18 +62,18 @@ class HubCard(SettingsCard):
         self._reading, self._doing = LatestTask(self), TaskQueue(self)
         self.load = push_button(self, self.tr("Load from file…"), self._choose)
         self.catalogue = self.add_row(self.tr("Catalogue of recommendations"), " ", self.load)
-        self.address = AddressField(chosen_mirror, use_mirror, self._doing, self._tell, self)
+        self.address = AddressField("mirror", self._doing, self._tell, self)
         self.address.setPlaceholderText("https://huggingface.co")
         words = self.tr("Asked instead of Hugging Face, also on the command line.")
         if theirs := mirror_of_environment():
             self.address.setEnabled(False)
             words = self.tr("HF_ENDPOINT in the environment names {0}, which is used.").format(theirs)
         self.add_row(self.tr("Mirror of the hub"), words, self.address)
-        self.packages = AddressField(packages_mirror, use_packages_mirror, self._doing, self._tell, self)
+        self.packages = AddressField("packages", self._doing, self._tell, self)
         self.packages.setPlaceholderText(self.tr("PyPI and PyTorch"))
         words = self.tr("Where the engine of an installed Switchyard is fetched from instead.")
         self.add_row(self.tr("Mirror of packages"), words, self.packages)
-        self.proxy = AddressField(chosen_proxy, use_proxy, self._doing, self._tell, self)
+        self.proxy = AddressField("proxy", self._doing, self._tell, self)
         self.proxy.setPlaceholderText(self.tr("the system's"))
         words = self.tr("For everything from the network; where it wants a login, as http://NAME:PASSWORD@HOST:PORT.")
         self.add_row(self.tr("Proxy"), words, self.proxy)

@@ -240,7 +240,6 @@ class Journal:
         self._write(f"begin {file} {part_bytes}")
 
     def pin(self, file: int, etag: str) -> None:
-        """The server calls the content so."""
         self._write(f"etag {file} {etag.encode().hex()}")
 
     def part(self, file: int, part: int, digest: int) -> None:

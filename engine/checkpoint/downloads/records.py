@@ -79,12 +79,10 @@ class Plan:
 
     @property
     def source(self) -> str:
-        """Its origin, for the manifest."""
         return f"{self.reference}@{self.commit}" if self.commit else self.reference
 
     @property
     def repository(self) -> Repository:
-        """Enough of the repository to ask for its files."""
         files = tuple(RepoFile(file.path, file.size, file.sha256) for file in self.files)
         return Repository(self.hub, self.id, self.commit, files, "", "", self.gated, endpoint=self.endpoint)
 
@@ -190,7 +188,6 @@ def read_plan(key: str) -> Plan | None:
 
 
 def write_plan(plan: Plan) -> None:
-    """Writes it for good."""
     _write(folder_of(plan.key) / "download.json", plan)
 
 

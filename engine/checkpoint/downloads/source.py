@@ -462,7 +462,6 @@ class Source:
         )
 
     def _check(self, response: httpx2.Response, start: int, end: int) -> int:
-        """How many bytes of the range the answer holds."""
         self._check_encoding(response)
         self._check_etag(response)
         length = _number(response.headers.get("Content-Length"))

@@ -188,7 +188,6 @@ def gguf_generation(file: GgufFile) -> dict[str, Any]:
 
 
 def _family(file: GgufFile) -> Gguf:
-    """The description of the file's architecture."""
     said = {key: value if isinstance(value, str | int | float) else None for key, value in file.metadata.items()}
     for family in GGUF.get(file.architecture, ()):
         if family.when is None or family.when(said):

@@ -76,12 +76,10 @@ class Quantisation(Enum):
 
     @property
     def tensor_type(self) -> GGMLQuantizationType:
-        """The type of one tensor in a GGUF file."""
         return GGMLQuantizationType[self.value]
 
     @property
     def file_type(self) -> LlamaFileType:
-        """The type of the file as a whole."""
         return LlamaFileType[f"MOSTLY_{self.value}"]
 
     def type_for(self, row: int) -> GGMLQuantizationType:
@@ -296,7 +294,6 @@ def _as_read(
     factors: NDArray[np.float32] | None,
     checkpoint: Path,
 ) -> GgufFile:
-    """The header as it will be read, before anything is written."""
     path = checkpoint.with_suffix(".gguf")
     entries = {
         each.name: TensorEntry(path, each.name, "F32", each.shape, 0, 4 * math.prod(each.shape)) for each in tensors
@@ -354,7 +351,6 @@ def _add(writer: GGUFWriter, key: str, value: Any) -> None:
 
 
 def byte_shape(shape: tuple[int, ...], kind: GGMLQuantizationType) -> tuple[int, ...]:
-    """The shape of the encoded bytes of a tensor of `shape`."""
     group, nbytes = GGML_QUANT_SIZES[kind]
     return (*shape[:-1], shape[-1] // group * nbytes)
 
@@ -541,7 +537,6 @@ def _pieces(splitter: Any) -> list[str]:
 
 
 def same_tokens(checkpoint: Path, files: Mapping[str, str]) -> bool:
-    """Whether a tokenizer that was read back makes the same tokens of a sample."""
     from tokenizers import Tokenizer
 
     own = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))

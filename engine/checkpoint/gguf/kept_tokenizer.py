@@ -79,7 +79,6 @@ def keep_tokenizer(file: GgufFile, files: Mapping[str, str]) -> None:
 
 
 def forget_tokenizer(gguf: Path) -> None:
-    """Removes what is kept of a file that is about to be removed."""
     shutil.rmtree(_folder(read_gguf(gguf)), ignore_errors=True)
 
 

@@ -101,7 +101,6 @@ def why_not(model: GgufFile) -> str:
 
 
 def _found(model: GgufFile) -> Projector | str:
-    """What sees, or why nothing does."""
     file = beside(model.path) if model.open_file is open_untrusted else None
     if file is None:
         return "there is no mmproj file, the part that sees, beside it"

@@ -462,7 +462,6 @@ def _templates(metadata: Metadata) -> str | list[dict[str, str]]:
 
 
 def _ends_added(vocabulary: _Vocabulary, metadata: Metadata) -> tuple[bool, bool]:
-    """Whether a text gets the tokens of its beginning and its end."""
     pre = _pre_tokenizer(metadata) if vocabulary.kind in ("gpt2", "gemma4") else None
     bos = pre.add_bos if pre is not None else vocabulary.kind == "llama"
     bos = _flag(metadata, "add_bos_token", bos)

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import quote, unquote, urlencode, urljoin, urlsplit
 
 from engine.checkpoint.hub.http import Place, api, broken
-from engine.checkpoint.mirror import chosen_mirror, mirror_of_environment
+from engine.checkpoint.mirror import chosen, mirror_of_environment
 from engine.checkpoint.names import HUB_ID
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
 from engine.common.plain_text import plain_line, quoted
@@ -219,7 +219,7 @@ def endpoint_of(hub: str) -> str:
     if hub == MODELSCOPE:
         domain = os.environ.get("MODELSCOPE_DOMAIN", "modelscope.cn")
         return (os.environ.get("MODELSCOPE_ENDPOINT") or f"https://{domain}").rstrip("/")
-    return mirror_of_environment() or chosen_mirror() or "https://huggingface.co"
+    return mirror_of_environment() or chosen("mirror") or "https://huggingface.co"
 
 
 def place_of(hub: str, subject: str, endpoint: str = "", *, gated: bool = False) -> Place:
@@ -426,7 +426,6 @@ def _found(hub: str, item: Mapping[str, Any]) -> Found:
 
 
 def _problem(tags: set[str], task: str) -> str:
-    """Why nothing of a repository with these tags can run."""
     for tag, why in _NO_MODEL.items():
         if tag in tags and (tag not in ("onnx", "openvino", "pytorch") or not tags.intersection(_RUNS)):
             return f"Nothing here can run: {why}."

@@ -165,8 +165,6 @@ _Result = TypeVar("_Result")
 
 
 class HubReason(StrEnum):
-    """Why a hub did not give what was asked for: for whoever offers the way out."""
-
     OFFLINE = "offline"  # no connection, or the hub's server is in trouble
     NEEDS_LICENCE = "needs-licence"  # to be accepted on the hub's page, signed in
     WRONG_TOKEN = "wrong-token"
@@ -368,7 +366,6 @@ class RemoteFile(io.RawIOBase):
         return len(piece)
 
     def _held(self) -> bytes | None:
-        """What is here of the bytes that come next."""
         for begin, piece in self.pieces:
             if begin <= self._at < begin + len(piece):
                 return piece[self._at - begin :] if self._at > begin else piece
@@ -381,7 +378,6 @@ class RemoteFile(io.RawIOBase):
         self.pieces.append((self._at, self.fetched(self._at, end)))
 
     def fetched(self, begin: int, end: int) -> bytes:
-        """These bytes of the file, from the hub."""
         self._left -= end - begin
         if self._left < 0:
             raise broken(self._place, f"the header of {self._name} has no end")

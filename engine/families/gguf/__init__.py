@@ -142,7 +142,6 @@ def layer(names: Mapping[str, str], under: str = "", how: str = "", place: str =
 
 
 def ends(embedding: str = "model.embed_tokens", norm: str = "model.norm") -> Tensors:
-    """What comes before and after the layers."""
     return both(embedding, "token_embd") | both(norm, "output_norm") | both("lm_head", "output")
 
 
@@ -180,7 +179,6 @@ ROTATED_ATTENTION = ATTENTION | PAIRWISE
 
 
 def feed_forward(block: str = "mlp", gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> Tensors:
-    """A dense block."""
     return layer({gate: "ffn_gate", up: "ffn_up", down: "ffn_down"}, block)
 
 
@@ -327,7 +325,6 @@ def scaled(file: File, _config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def which_are_sparse(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Which layers have experts: those with a router."""
     layers = range(config["num_hidden_layers"])
     return {
         "mlp_layer_types": ["sparse" if file.has(f"blk.{n}.ffn_gate_inp.weight") else "dense" for n in layers],
@@ -335,7 +332,6 @@ def which_are_sparse(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_query_norm(file: File, _config: Mapping[str, Any]) -> dict[str, Any]:
-    """Whether queries and keys have norms."""
     return {"use_qk_norm": file.has("blk.0.attn_q_norm.weight")}
 
 

@@ -47,7 +47,6 @@ from engine.families.gguf.deepseek import INDEXER, INDEXES, LATENT, RANKS, index
 
 
 def mamba_2(block: str, layers: str = LAYER) -> Tensors:
-    """Mamba-2, by a checkpoint's name of it."""
     place = f"{layers}.{block}"
     return {
         f"{place}.in_proj.weight": "blk.{n}.ssm_in.weight",
@@ -207,7 +206,6 @@ _SPARSE = {**EXPERTS, **OWN_WIDTH, **SHARED_WIDTH}
 
 
 def _delta(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The widths of heads, and which layers are of which kind."""
     kinds = ("linear_attention", "full_attention")
     listed = file.value(Key("attention.recurrent_layers", None)) is not None
     key = "attention.recurrent_layers" if listed else "full_attention_interval"

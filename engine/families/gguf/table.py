@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from engine.families.family import FILLS_IN
-from engine.families.gguf import Gguf, deepseek, deepseek4, gemma, odd, recurrent, rows
+from engine.families.gguf import Gguf, deepseek, odd, recurrent, rows
 
-_FILES = (rows, odd, deepseek, deepseek4, recurrent, gemma)
+_FILES = (rows, odd, deepseek, recurrent)
 _ROWS = [row for file in _FILES for row in file.ROWS]
 
 REFUSED = dict.fromkeys(("diffusion-gemma", "dream", "llada", "llada-moe", "rnd1"), FILLS_IN)

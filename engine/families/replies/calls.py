@@ -93,7 +93,6 @@ class Arriving:
         return found[0]
 
     def run(self, characters: re.Pattern[str]) -> Reading[str]:
-        """All characters of a kind that come next."""
         begin = self.at
         while True:
             found = characters.match(self.text, self.at)

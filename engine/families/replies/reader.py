@@ -33,15 +33,11 @@ from engine.families.replies.calls import (
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """More of the reasoning."""
-
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Spoken:
-    """More of what is said."""
-
     text: str
 
 
@@ -376,13 +372,11 @@ def template_text(tokenizer: Any) -> str:
 
 
 def may_think(template: str, family: str) -> bool:
-    """Whether answers to prompts of this template may begin with reasoning."""
     form = form_of(family)
     return form.has_channels or any(closes in template for _opens, closes in form.thoughts)
 
 
 def takes_tools(template: str) -> bool:
-    """Whether a template tells the model which tools it may call."""
     return "tools" in template
 
 

@@ -6,7 +6,7 @@ import ctypes
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 
@@ -247,6 +247,28 @@ class QuantisedLinear:
         _multiply(self._kernels, self._address, tokens, rows, self._bias_address, out)
         out = out.view(*input.shape[:-1], self._rows)
         return out if self._is_head else out.to(input.dtype)
+
+
+class GroupedLinear(QuantisedLinear):
+    """The `forward` of one in blocks whose rows are groups, each for values of its own (DeepSeek-V4, section 2.3)."""
+
+    def __init__(self, module: torch.nn.Linear, table: Blocks, kernels: NativeKernels) -> None:
+        super().__init__(module, table, kernels)
+        groups: Any = module.n_groups
+        self._groups = [Blocks(table.kind, raw) for raw in table.in_order.view(groups, table.rows // groups, -1)]
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        rows = input.reshape(-1, len(self._groups), self._columns).bfloat16().transpose(0, 1).contiguous()
+        out = rows.new_empty(*rows.shape[:2], self._rows // len(self._groups))
+        for group, some, result in zip(self._groups, rows, out, strict=True):
+            struct = group.matrix_struct
+            _multiply(self._kernels, ctypes.addressof(struct), len(some), some, None, result)
+        return out.transpose(0, 1).reshape(*input.shape[:-1], -1).to(input.dtype)
+
+
+def multiplies_groups(module: object) -> bool:
+    """Whether a linear layer is one that `GroupedLinear` computes."""
+    return type(module).__name__ == "DeepseekV4GroupedLinear"
 
 
 class TurnedLinear:

@@ -46,7 +46,6 @@ def narrowed(states: torch.Tensor, kv_type: KvType) -> tuple[torch.Tensor, torch
 
 
 def widened(stored: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """What was `narrowed`, in another type."""
     return stored.to(dtype) if scales is None else (stored.float() * scales[..., None]).to(dtype)
 
 
@@ -132,7 +131,6 @@ class PagedCacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers is un
         return widened(stored, scale, dtype)[None]
 
     def get_seq_length(self) -> int:
-        """Tokens held."""
         return self.cumulative_length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -408,12 +406,10 @@ class PagedCaches:
 
     @property
     def state_bytes(self) -> int:
-        """Of what layers sum up of a sequence."""
         return sum(each.page_bytes for each in self._states)
 
     @property
     def have_states(self) -> bool:
-        """Whether some layers sum up what they read."""
         return bool(self._states)
 
     def can_hold(self, model: Any) -> bool:
@@ -462,20 +458,16 @@ class PagedCaches:
         """After a forward: what it wrote is in pages."""
 
     def copy_page(self, source: int, target: int) -> None:
-        """What a page holds, into another one."""
         _copy(self.in_full, source, target)
 
     def copy_window(self, source: int, target: int) -> None:
-        """The same of a window's page."""
         _copy(self.in_windows, source, target)
 
     def copy_state(self, source: int, target: int) -> None:
-        """What layers have summed up, into another page."""
         for paged in self._states:
             paged.copy(source, target)
 
     def clear_state(self, page: int) -> None:
-        """Makes a page that of no tokens."""
         for paged in self._states:
             paged.clear(page)
 
@@ -484,11 +476,9 @@ class PagedCaches:
         _discard(self.in_full, pages)
 
     def discard_windows(self, pages: Sequence[int]) -> None:
-        """The same of windows' pages."""
         _discard(self.in_windows, pages)
 
     def discard_states(self, pages: Sequence[int]) -> None:
-        """Returns the memory of these pages to the system, as far as it takes it."""
         for paged in self._states:
             paged.discard(pages)
 
@@ -553,7 +543,6 @@ def compresses(layer: Any) -> bool:
 
 
 def has_index(model: Any) -> bool:
-    """Whether an index chooses what some of a model's tokens attend to."""
     cache = library_cache(model)
     return cache is not None and any(index_of(layer) is not None for layer in cache.layers)
 

@@ -66,7 +66,6 @@ class PageKind(NamedTuple):
         return window_pages(self.window, self.at_once if reads else PAGE_TOKENS)
 
     def first_window(self, tokens: int) -> int:
-        """The first page that the token behind so many sees."""
         return max(0, tokens - self.window + 1) // PAGE_TOKENS
 
     @property
@@ -105,7 +104,6 @@ class PageSizes(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of a page of all layers."""
         return self.unit * (self.page + self.window)
 
 
@@ -123,11 +121,9 @@ class _Places:
 
     @property
     def held(self) -> int:
-        """Those that rows hold now."""
         return self.count - len(self.free) - len(self.idle)
 
     def discard(self, numbers: Sequence[int]) -> None:
-        """Returns their memory to the system."""
         owners: dict[Discard, list[int]] = {}
         for number in numbers:
             if (owner := self.touched.pop(number, None)) is not None:
@@ -210,32 +206,26 @@ class PagePool:
 
     @property
     def pages(self) -> int:
-        """How many pages of tokens there can be."""
         return self._pages.count
 
     @property
     def windows(self) -> int:
-        """How many pages of windows there can be."""
         return self._windows.count
 
     @property
     def states(self) -> int:
-        """How many states there can be."""
         return self._states.count
 
     @property
     def held(self) -> int:
-        """Pages of tokens that rows hold now."""
         return self._pages.held
 
     @property
     def held_windows(self) -> int:
-        """Pages of windows that rows hold now."""
         return self._windows.held
 
     @property
     def held_states(self) -> int:
-        """States that rows hold now."""
         return self._states.held
 
     @property
@@ -288,7 +278,6 @@ class PagePool:
         return self._take(self._pages, kind.discard)
 
     def take_window(self, kind: PageKind) -> int:
-        """Takes a page of a window out of a reservation."""
         page = self._take(self._windows, kind.discard_windows)
         self._windows_held += 1
         return page
@@ -329,7 +318,6 @@ class PagePool:
         room.resize(pages=counts[self._pages], windows=counts[self._windows], states=counts[self._states])
 
     def take_state(self, kind: PageKind) -> int:
-        """Takes a state out of a reservation of its weight."""
         return self._take(self._states, kind.discard_states)
 
     def _take(self, places: _Places, discard: Discard) -> int:
@@ -400,7 +388,6 @@ class PagePool:
         return True
 
     def release_state(self, state: int) -> None:
-        """Removes one holder."""
         self._release(self._states, state, is_offered=state in self._behind)
 
     def offer_state(self, state: int, before: Prefix, tokens: Sequence[int]) -> bool:
@@ -417,7 +404,6 @@ class PagePool:
         return True
 
     def state_of(self, prefix: Prefix) -> int | None:
-        """The state that is offered behind a prefix; `None` if there is none."""
         return self._state_of.get(prefix)
 
     def find_state(self, root: Prefix, tokens: Sequence[int]) -> tuple[int, int]:
@@ -464,7 +450,6 @@ class PagePool:
         self._windows.holders[page] += 1
 
     def is_window_forked(self, page: int) -> bool:
-        """Whether several hold it."""
         return self._windows.holders[page] > 1
 
     def release_window(self, page: int, *, is_fork: bool = False, is_of_use: bool = True) -> None:
@@ -487,7 +472,6 @@ class PagePool:
     # --- what nobody holds ------------------------------------------------------------------------------
 
     def discard(self, pages: Sequence[int]) -> None:
-        """Returns the memory of pages that nobody can share any more."""
         self._pages.discard(pages)
 
     def leave(self, kind: PageKind) -> None:
@@ -563,15 +547,12 @@ class PagePool:
         self._pages.holders[page] += 1
 
     def is_forked(self, page: int) -> bool:
-        """Whether several hold it."""
         return self._pages.holders[page] > 1
 
     def is_idle(self, prefix: Prefix) -> bool:
-        """Whether this prefix has a page that no row holds."""
         return self._page_of.get(prefix) in self._pages.idle
 
     def has(self, prefix: Prefix) -> bool:
-        """Whether a page is offered as the end of this prefix."""
         return prefix in self._page_of
 
     @property
@@ -646,7 +627,6 @@ class PagePool:
             of_others.clear()
 
     def release(self, page: int) -> None:
-        """Removes one holder."""
         self._release(self._pages, page, is_offered=page in self._prefix_of)
 
 

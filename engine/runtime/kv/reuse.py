@@ -13,7 +13,6 @@ BY_LENGTH = ("dynamic", "longrope")
 
 
 def rotary_embeddings(model: Any) -> list[Any]:
-    """The modules of a model that make angles of positions."""
     return [module for module in model.modules() if hasattr(module, "original_max_seq_len")]
 
 
@@ -27,7 +26,6 @@ def rope_kinds(rotary: Any) -> list[str]:
 
 
 def kinds_by_length(model: Any) -> set[str]:
-    """Those of `BY_LENGTH` that a model has."""
     return {kind for rotary in rotary_embeddings(model) for kind in rope_kinds(rotary)} & set(BY_LENGTH)
 
 

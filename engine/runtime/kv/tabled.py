@@ -62,7 +62,6 @@ class _Places:
         return self.entries.nbytes + self.pages.nbytes
 
     def point(self) -> None:
-        """Layers have other memory than before."""
         parts = [parts_of_pages(layer) for layer in self._layers]
         heads = torch.tensor([[each.stride(1) * each.element_size() for each in of_layer] for of_layer in parts])
         steps = torch.tensor([[each.stride(0) * each.element_size() for each in of_layer] for of_layer in parts])
@@ -73,7 +72,6 @@ class _Places:
         self._known.fill_(-1)
 
     def set(self, pieces: Sequence[Piece]) -> None:
-        """The next step has the tokens of these."""
         numbers = list[tuple[int, int, int]]()
         for piece in pieces:
             for token in range(piece.tokens):
@@ -118,12 +116,10 @@ class RowStateLayer(StateLayer):
         self.device, self.dtype = where.device, next(iter(held.values())).dtype
 
     def fetch(self, *_: Any) -> None:
-        """Before the layer."""
         for name, part in self._held.items():
             torch.index_select(getattr(self._paged, name), 0, self._where[0], out=part)
 
     def leave(self, *_: Any) -> None:
-        """After it."""
         for name, part in self._held.items():
             getattr(self._paged, name).index_copy_(0, self._where[1], part)
 
@@ -169,12 +165,10 @@ class RowPlaces:
 
     @property
     def nbytes(self) -> int:
-        """Of all of them."""
         states = sum(part.nbytes for part in self._held.values())
         return states + sum(places.nbytes for places in self._places)
 
     def states_of(self, paged: StatePages, rows: int) -> RowStateLayer:
-        """What one layer has summed up of so many sequences."""
         held = dict[str, torch.Tensor]()
         for name, part in (("recent", paged.recent), ("states", paged.states)):
             if part.shape[1:].numel():
@@ -272,11 +266,9 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
         return query_length, 0
 
     def get_seq_length(self) -> Any:
-        """Tokens before the first one, as a tensor."""
         return self.held[0]
 
     def get_max_length(self) -> int:
-        """Rows."""
         return self.table.tokens
 
 
@@ -301,7 +293,6 @@ class Offered:
         self._layer: RowsLayer | None = None
 
     def put(self, keys: torch.Tensor, layer: RowsLayer) -> None:
-        """A layer hands on these keys."""
         self._keys, self._layer = keys, layer
 
     def take(self, keys: torch.Tensor) -> RowsLayer:
@@ -357,11 +348,9 @@ class RowsCache(Cache):  # type: ignore[misc]
             yield
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:  # noqa: ARG002 - the library's signature
-        """Tokens before the first one."""
         return self.first.get_seq_length()
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:  # noqa: ARG002
-        """Tokens before the first one."""
         return self.first.get_seq_length()
 
     def held_on(self, place: torch.device) -> torch.Tensor:

@@ -23,14 +23,11 @@ from engine.experts.whole_layer import LayerBuffers
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.paged_attention import PAGE_TOKENS, LayerPages, StatePages
 from engine.runtime.decoder_layers import LayerDevices
-from engine.runtime.kv.library_caches import LibraryCaches
-from engine.runtime.kv.memory import KvCost
+from engine.runtime.kv.library_caches import KvCost, LibraryCaches
 from engine.runtime.kv.paged_cache import PagedCaches
 
 
 class CardLoss(Enum):
-    """Why a model cannot go on with its devices."""
-
     CARD = auto()
     MEMORY = auto()
 

@@ -69,8 +69,6 @@ class Popularity:
 
 
 class UseCounts:
-    """Counts the uses of a session's decode steps, and passes them on."""
-
     def __init__(self, experts: Sequence[int], following: StepObserver | None = None) -> None:
         self._counts = [[0] * count for count in experts]
         self._of_tokens = np.zeros((len(experts), max(experts, default=0)), np.int64)

@@ -43,6 +43,7 @@ from engine.kernels.interface import LayerRecords, activation_of
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.linear import (
     BlockEmbedding,
+    GroupedLinear,
     LatentHeads,
     MixedRows,
     QuantisedLinear,
@@ -50,6 +51,7 @@ from engine.kernels.native.linear import (
     formats_of_linears,
     large_linears,
     looks_rows_up,
+    multiplies_groups,
     scale_of_rows,
 )
 from engine.kernels.repack import Blocks, quantise_into
@@ -231,6 +233,8 @@ def _forwards_in_place(
             table = made[id(entry)]
             if isinstance(own, torch.nn.Embedding):
                 yield own, BlockEmbedding(own, table, kernels)
+            elif multiplies_groups(own):
+                yield own, GroupedLinear(own, table, kernels)
             else:
                 yield own, QuantisedLinear(own, table, kernels, is_head=own is model.get_output_embeddings())
 
@@ -243,9 +247,8 @@ def matrices_in_place(opened: OpenedCheckpoint, types: frozenset[str]) -> dict[s
         entry = opened.weight_of(name)
         if entry is None or not _is_used(entry, types):
             continue
-        is_linear = (
-            type(module) is torch.nn.Linear and not is_router(name) and name.rpartition(".")[2] not in _USED_OTHERWISE
-        )
+        is_linear = type(module) is torch.nn.Linear or multiplies_groups(module)
+        is_linear = is_linear and not is_router(name) and name.rpartition(".")[2] not in _USED_OTHERWISE
         is_plain = is_linear and {each.dtype for each in module.parameters(recurse=False)} == {torch.bfloat16}
         if is_plain or looks_rows_up(module):
             found[f"{name}.weight"] = entry

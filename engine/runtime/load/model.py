@@ -43,7 +43,7 @@ from engine.runtime.decoder_layers import SegmentedCapture, decoder_layers, move
 from engine.runtime.draft_head import draft_head_of
 from engine.runtime.fast_path.decoder_layer import SingleTokenLayer
 from engine.runtime.kv.layers import library_cache
-from engine.runtime.kv.memory import KvCost, measure_kv
+from engine.runtime.kv.library_caches import KvCost, measure_kv
 from engine.runtime.kv.reuse import exact_tokens
 from engine.runtime.load.binding import bind_dense, bind_experts, speed_up_on_cards
 from engine.runtime.load.checkpoint import OpenedCheckpoint, open_checkpoint

@@ -142,7 +142,6 @@ class BlockLayout:
         return sum(round_up(part.nbytes, PART_ALIGNMENT) for layer in self.layers for part in layer)
 
     def parts(self, data: torch.Tensor) -> list[list[torch.Tensor]]:
-        """The tensors of each layer in the bytes of a piece."""
         offset, found = 0, []
         for layer in self.layers:
             mine = []
@@ -177,8 +176,6 @@ def _alike(
 def from_pages(
     layers: Sequence[LayerPages | None], places: Sequence[int] | Mapping[int, int], layout: BlockLayout
 ) -> CopyBlock:
-    """Copies blocks of the sequence that these pages hold."""
-
     def copy(index: int, data: torch.Tensor) -> None:
         own = [places[place] for place in range(index * _PAGES, (index + 1) * _PAGES)]
         for here, there in _alike(layout, data, layers, own):
@@ -199,7 +196,6 @@ class PagedState:
         self._pages = pages[tokens // BLOCK_TOKENS * _PAGES : -(-tokens // PAGE_TOKENS)].tolist()
 
     def copy(self, data: torch.Tensor) -> None:
-        """Into bytes of its layout."""
         for here, there in _alike(self.layout, data, self._caches.layers, self._pages, self._state):
             here.copy_(there)
 

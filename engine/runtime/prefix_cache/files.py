@@ -103,7 +103,6 @@ class SpillFiles:
         return bool(self._key)
 
     def close(self, patience_s: float) -> None:
-        """Waits for the key, if it was asked for."""
         if self._asking is not None:
             self._asking.join(patience_s)
 

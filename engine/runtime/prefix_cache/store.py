@@ -46,7 +46,6 @@ class Reused(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """All of them."""
         return sum(self)
 
 
@@ -87,7 +86,6 @@ class _Source:
 
     @cached_property
     def keys(self) -> list[Key]:
-        """Of all pieces."""
         return [piece.key for piece in self.pieces]
 
 
@@ -167,7 +165,6 @@ class PrefixCache:
 
     @property
     def ram_bytes(self) -> int:
-        """What its blocks take in RAM."""
         return self._ram
 
     @property
@@ -296,7 +293,6 @@ class PrefixCache:
             return source.is_refused or source.next >= len(source.pieces)
 
     def forget(self, owner: object) -> None:
-        """What was offered is not there any more."""
         with self._changed:
             self._sources.pop(owner, None)
 
@@ -331,7 +327,6 @@ class PrefixCache:
             return self._changed.wait_for(lambda: not self._is_writing and self._next() is None, patience_s)
 
     def give_back(self) -> None:
-        """Frees all of its RAM."""
         with self._changed:
             self._sources.clear()
             self._blocks.clear()
@@ -423,7 +418,6 @@ class PrefixCache:
     # --- keeping in RAM; all of it under the lock -------------------------------------------------------
 
     def _look(self, chat: str) -> Callable[[Key], bool]:
-        """Whether a block is kept, in RAM or for this chat on disk."""
         on_disk = self._files.look(chat) if self._files is not None else None
         return lambda key: key in self._blocks or (on_disk is not None and on_disk(key))
 
@@ -571,7 +565,6 @@ class PrefixCache:
 
 
 def _blocks(root: Key, ids: Sequence[int], tokens: int, layout: BlockLayout, copy: CopyBlock) -> list[_Piece]:
-    """Of the first `tokens` tokens."""
     return [_Piece(key, index, layout, partial(copy, index)) for index, key in enumerate(block_keys(root, ids, tokens))]
 
 

@@ -414,7 +414,7 @@ class ContinuousBatch:
         """After an error: drops the row that was computed by itself, or all where rows share sweeps; the numbers of
         those that were begun by `submit`, and what each is to be told."""
         work, self._work, self._sweep = self._work, [], None
-        if work and not self.model.are_packed:  # it may have been put aside
+        if work and not (self.model.are_packed and work[0].row.takes_company):  # it may have been put aside
             self._leave(work[0].row)
             return [(work[0].row.request.row, wrong_with_one(error))]
         asked = [*(row.sequence for row in self.own.rows), *self.own.waiting]

@@ -435,15 +435,15 @@ def _size(parameters: float | None) -> str:
 
 def _mirror(args: argparse.Namespace) -> int:
     from engine.checkpoint.hub import HUGGINGFACE, endpoint_of
-    from engine.checkpoint.mirror import chosen_mirror, mirror_of_environment, use_mirror
+    from engine.checkpoint.mirror import chosen, mirror_of_environment, use
 
     if args.address is not None:
-        use_mirror("" if args.address.lower() == "none" else args.address)
+        use("mirror", "" if args.address.lower() == "none" else args.address)
     endpoint = endpoint_of(HUGGINGFACE)
     human = f"{endpoint} is asked for models."
     if mirror_of_environment():
         human += " HF_ENDPOINT in the environment says so, and wins."
-    emit({"endpoint": endpoint, "mirror": chosen_mirror()}, as_json=args.json, human=human)
+    emit({"endpoint": endpoint, "mirror": chosen("mirror")}, as_json=args.json, human=human)
     return 0
 
 

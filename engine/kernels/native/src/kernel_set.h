@@ -123,7 +123,7 @@ struct Kernels {
     const AttendKernels *attention;          // attend.h
     const BlockKernels *blocks;
     const RowKernels *types;                 // rows in blocks, with few vectors
-    int64_t alone;                           // vectors up to which each row is multiplied by itself, as it would be for one
+    int64_t alone;                           // vectors up to which rows of types without `multiply_few` are multiplied by themselves, as for one
     const TileKernels *tiles[kFormatCount];  // by format: with few vectors
     const ManyKernels *many[kFormatCount];   // by format
     const ManyKernels *exact;                // of numbers that bf16 would round

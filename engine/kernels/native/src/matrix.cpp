@@ -192,16 +192,47 @@ class PanelRoom {
     RowPanel panel_ = {};
 };
 
+// The stored rows of half a block.
+class HalfRows {
+  public:
+    HalfRows(const Kernels &kernels, const SwitchyardMatrix &matrix, int64_t block, int64_t half) : kernels_(kernels), matrix_(matrix) {
+        const RowOrder order(matrix);
+        const int64_t first = block * order.block;
+        row_ = first + half * order.partner;
+        row_step_ = order.step;
+        count = std::min({kHalfRows, (order.first_limit - first + order.step - 1) / order.step,
+                          (matrix.rows - row_ + order.step - 1) / order.step});
+        if (count <= 0) return;
+        const StoredRow begin = stored_row(*kernels.types, matrix, row_);
+        type = begin.type;
+        const int64_t last = row_ + (count - 1) * row_step_, middle = matrix.rows / 2;
+        if (matrix.order || (matrix.second && row_ < middle && last >= middle)) return;
+        begin_ = begin.blocks;
+        step_ = row_step_ * (matrix.columns / type->elements * type->bytes);
+    }
+
+    StoredRow operator[](int64_t i) const {
+        if (begin_) return {begin_ + i * step_, type};
+        return stored_row(*kernels_.types, matrix_, row_ + i * row_step_);
+    }
+
+    int64_t count;
+    const RowType *type = nullptr;  // of the first
+
+  private:
+    const Kernels &kernels_;
+    const SwitchyardMatrix &matrix_;
+    int64_t row_, row_step_, step_ = 0;
+    const uint8_t *begin_ = nullptr;  // where they lie `step_` bytes apart
+};
+
 // The rows of a block, and the types of its halves.
 void put_rows(const Kernels &kernels, const BlockAt &at, const uint8_t **rows, const RowType **types) {
-    for (int64_t half = 0; half < 2; ++half)
-        for (int64_t i = 0; i < kHalfRows; ++i) {
-            const int64_t row = source_row(at.matrix, at.block, half, i);
-            if (row < 0) break;
-            const StoredRow stored = stored_row(*kernels.types, at.matrix, row);
-            rows[half * kHalfRows + i] = stored.blocks;
-            types[half] = stored.type;
-        }
+    for (int64_t half = 0; half < 2; ++half) {
+        const HalfRows own(kernels, at.matrix, at.block, half);
+        for (int64_t i = 0; i < own.count; ++i) rows[half * kHalfRows + i] = own[i].blocks;
+        types[half] = own.type;
+    }
 }
 
 // All rows unpacked once for many vectors. Halves of two types are two panels.
@@ -251,10 +282,11 @@ void panel_of_block(const Kernels &kernels, const SwitchyardMatrix &matrix, int6
         std::copy_n(&of_half[static_cast<size_t>(v * kTileRows + kHalfRows)], kHalfRows, out + v * kTileRows + kHalfRows);
 }
 
+// Products of a few vectors are those of each alone, of which each row is multiplied by itself where that is as fast.
 bool joins_rows(const Kernels &kernels, const SwitchyardMatrix &matrix, int64_t count) {
     const auto joins = [&](int32_t number) {
         const RowType &type = *kernels.types->of(number);
-        return type.unpack_panel && count > kernels.alone && count >= type.fewest;
+        return type.unpack_panel && (type.multiply_few || count > kernels.alone) && count >= type.fewest;
     };
     return joins(matrix.type) && (!matrix.second || joins(matrix.second_type));
 }
@@ -266,12 +298,10 @@ void rows_of_block(const Kernels &kernels, const SwitchyardMatrix &matrix, int64
         const BlockAt after = {matrix, block + 1};
         return panel_of_block(kernels, matrix, block, x, which, count, next ? next : &after, out);
     }
-    const RowOrder order(matrix);
-    for (int64_t half = 0; half < 2; ++half)
-        for (int64_t i = 0; i < kHalfRows; ++i) {
-            const int64_t first = block * order.block + i * order.step, row = first + half * order.partner;
-            if (first >= order.first_limit || row >= matrix.rows) break;
-            const StoredRow stored = stored_row(*kernels.types, matrix, row);
+    for (int64_t half = 0; half < 2; ++half) {
+        const HalfRows rows(kernels, matrix, block, half);
+        for (int64_t i = 0; i < rows.count; ++i) {
+            const StoredRow stored = rows[i];
             for (int64_t from = 0; from < count; from += kMostRowVectors) {
                 const auto some = static_cast<int>(std::min<int64_t>(kMostRowVectors, count - from));
                 RowVector vectors[kMostRowVectors];
@@ -288,6 +318,7 @@ void rows_of_block(const Kernels &kernels, const SwitchyardMatrix &matrix, int64
                 for (int v = 0; v < some; ++v) out[(from + v) * kTileRows + half * kHalfRows + i] = dots[v];
             }
         }
+    }
 }
 
 }  // namespace

@@ -44,7 +44,7 @@ struct RowType {
     void (*unpack_panel)(const uint8_t *const *rows, int64_t columns, RowPanel *panel);
     // out[v * 32 + row] for `count` vectors, as `dot`, but rounded otherwise.
     void (*multiply)(const RowPanel &panel, int64_t columns, const RowVector *x, int64_t count, float *out);
-    // The same as both for up to kMostRowVectors, whose codes are not stored; null where that takes as long.
+    // The same as both for up to kMostRowVectors, each as it would be alone, whose codes are not stored; null where that takes as long.
     void (*multiply_few)(const uint8_t *const *rows, int64_t columns, const RowVector *x, int64_t count, float *out);
     int fewest;  // vectors from which these are faster than `dot`
     // A row's weights.

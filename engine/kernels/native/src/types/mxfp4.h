@@ -23,6 +23,14 @@ struct Mxfp4 : scalar::Mxfp4 {
     template <class Put> SWITCHYARD_INLINE static void turned(const uint8_t *const *rows, Put put) {
         turn_nibbles(rows, 1, kBytes, [](Bytes codes) SWITCHYARD_INLINE { return look_up(table(), codes); }, put);
     }
+    template <class Put> SWITCHYARD_INLINE static void turned_steps(const uint8_t *const *rows, Put put) {
+        for (int group = 0; group < 8; ++group) {  // as e8m0_half
+            const __m512i exponents = _mm512_cvtepu8_epi32(bytes_of_each(rows, group * kBytes));
+            const __m512i usual = _mm512_slli_epi32(_mm512_sub_epi32(exponents, _mm512_set1_epi32(1)), 23);
+            const __mmask16 tiny = _mm512_cmplt_epu32_mask(exponents, _mm512_set1_epi32(2));
+            put(group, _mm512_castsi512_ps(_mm512_mask_sllv_epi32(usual, tiny, _mm512_set1_epi32(0x00200000), exponents)), _mm512_setzero_ps());
+        }
+    }
 #else
     SWITCHYARD_INLINE static One one(const uint8_t *block) { return {look_up(table_of(kMxfp4), codes_of_nibbles(block + 1)), e8m0_half(block[0]), 0}; }
 #endif
