@@ -16,8 +16,8 @@ from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, Piece, Pi
 from engine.runtime.decode.encoder_decoder import EncoderDecoderStep
 from engine.runtime.decode.generation import ProgressCallback
 from engine.runtime.decode.graphs import GraphedSteps
-from engine.runtime.decode.head_drafter import HeadDrafter
 from engine.runtime.decode.pieces import PromptPieces
+from engine.runtime.decode.speculation import HeadDrafter
 from engine.runtime.decode.step_model import MOST_ROWS, StepModel, watched_layers
 from engine.runtime.decode.tabled_attention import attention_over_pages
 from engine.runtime.decoder_layers import decoder_layers
