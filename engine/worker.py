@@ -138,7 +138,6 @@ class ApiRequests:
             self.broker.model_is(None)
 
     def model_is(self, model: Path | None) -> None:
-        """The window has loaded this model, or has none any more."""
         if model is None:
             self.leave()
         elif self.broker is not None:
@@ -179,7 +178,7 @@ class Worker:
         self._telemetry = telemetry
         self._others = ApiRequests(requests) if others is None else others
         self._process = psutil.Process()
-        self._sampled_s, self._written, self._progress_s = time.monotonic(), 0, 0.0
+        self._sampled_s, self._written = time.monotonic(), 0
 
     def run(self, make_engine: Callable[[], Engine]) -> None:
         """Make the engine, then perform requests until the queue is closed."""
@@ -279,7 +278,7 @@ class Worker:
 
         info = engine.load(
             request.config,
-            on_progress=lambda done, total: self._progress(request.request_id, phase, done, total),
+            on_progress=lambda done, total: self._chats.progress(request.request_id, phase, done, total),
             cancelled=lambda: self._requests.is_cancelled(request.request_id),
             on_phase=on_phase,
         )
@@ -303,13 +302,6 @@ class Worker:
         """Says that the model runs elsewhere now.  Requests of other programs go on, as all do."""
         self._telemetry.model_is(engine.telemetry)
         self._writer.send(ModelMoved(info))
-
-    def _progress(self, request_id: str, phase: Phase, done: int, total: int) -> None:
-        now = time.monotonic()
-        if done < total and now - self._progress_s < PROGRESS_S:
-            return
-        self._progress_s = now
-        self._writer.send(Progress(request_id, phase, done, total))
 
     def _sample(self, engine: Engine, rate: float) -> None:
         self._sampled_s, self._written = time.monotonic(), 0

@@ -36,12 +36,13 @@ from engine.common.paths import PREPARED_VARIABLE
 from engine.experts.dispatch import BANK_LAYER
 from engine.experts.dispatcher import HybridExperts
 from engine.runtime.decode.generation import ignore_progress
+from engine.runtime.decode.sequence import Sequence
 from engine.runtime.load.model import load_model
 from engine.runtime.schedule.executor import batch_for
 from engine.runtime.schedule.request import BatchRequest, Preparation
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections import abc
 
     from engine.common.config import EngineConfig
     from engine.experts.vram_cache import VramCache
@@ -131,7 +132,7 @@ def random_text(vocabulary: int, prompt: int, answer: int, seed: int = 0) -> For
     return ForcedText(tuple(ids[:prompt]), tuple(ids[prompt:]))
 
 
-def own_text(loaded: LoadedModel, prompt: Sequence[int], answer: int) -> ForcedText:
+def own_text(loaded: LoadedModel, prompt: abc.Sequence[int], answer: int) -> ForcedText:
     """The prompt and the model's greedy continuation, past the end of its answer."""
     ids: list[int] = []
     with _sequence(loaded) as sequence:
@@ -158,7 +159,7 @@ def decode_seconds(loaded: LoadedModel, text: ForcedText, at_most_s: float = flo
     return seconds
 
 
-def prefill_seconds(loaded: LoadedModel, prompt: Sequence[int]) -> float:
+def prefill_seconds(loaded: LoadedModel, prompt: abc.Sequence[int]) -> float:
     """Seconds from an empty context to the logits after the prompt."""
     with _sequence(loaded) as sequence:
         begun_s = clock.now()
@@ -177,7 +178,7 @@ class OneSequence:
         assert self._batch.exact is not None
         self.steps = self._batch.exact
 
-    def read(self, prompt: Sequence[int]) -> torch.Tensor:
+    def read(self, prompt: abc.Sequence[int]) -> torch.Tensor:
         """Logits [1, V] after a prompt, of which nothing is there yet."""
         self.close_row()
         self._row = row = self._begun(prompt)
@@ -193,10 +194,10 @@ class OneSequence:
         return logits
 
     @torch.inference_mode()
-    def _begun(self, prompt: Sequence[int]) -> PagedRow:
+    def _begun(self, prompt: abc.Sequence[int]) -> PagedRow:
         room = max(1, self._loaded.context_tokens - len(prompt))
         asked = BatchRequest(0, ids=tuple(prompt), sampling=SamplingParams(max_tokens=room, seed=1))
-        row, caches = self._batch.row_of(self._prepare(asked, never_cancelled)), self._batch.model.caches
+        row, caches = self._batch.row_of(self._prepare(Sequence(asked)), self._batch.own), self._batch.model.caches
         if not row.reserve():
             raise EngineError(ErrorCode.NOT_ENOUGH_MEMORY, "There is not enough memory for this context.")
         if caches is not None and caches.have_states:

@@ -87,11 +87,11 @@ GROUPED_SIGMOID = Router(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FastPath:
-    """The library's classes that the native kernels implement: a single token through a layer in two calls.
+    """The library's classes that the native kernels implement: a few tokens through a layer in two calls.
 
     Attributes:
-        model: an embedding, the layers, a norm and a head, in this order; empty if it is of another kind, so that only
-            layers are native calls.
+        model: an embedding, the layers, a norm and a head, in this order; empty if there is none for text alone (see
+            `engine.families.library.WITH_PICTURES`).
         layer: a norm and attention, then a norm and an MLP, each added to its input.
         attention: grouped-query attention, unless `is_latent` (multi-head latent attention, DeepSeek-AI
             2024, "DeepSeek-V2", section 2.1) or `compresses` (what lies behind a window, DeepSeek-AI 2026,

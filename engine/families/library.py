@@ -23,6 +23,19 @@ BLOCK_INDEX = "MiniMaxM3VLSparseCacheLayer"
 """The class of cache layers with keys that blocks of tokens are chosen by."""
 COMPRESSING = ("DeepseekV4HCACache", "DeepseekV4CSACache")
 """The classes of those with a sliding window, and sums of what lies before it."""
+WITH_PICTURES = (
+    "Gemma3ForConditionalGeneration",
+    "Gemma4ForConditionalGeneration",
+    "InternVLForConditionalGeneration",
+    "Kimi_K25ForConditionalGeneration",
+    "MiniMaxM3SparseForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+)
+"""Classes of models whose text goes through a decoder of another class and a head, as it does without pictures."""
 _GATE, _USUAL_GATE = "_apply_gate", "_default_apply_gate"
 _RENAMES = "transformers.utils.deprecation"
 """The module with the wrapper that takes an argument by its former name, too."""
@@ -82,15 +95,15 @@ def take_over(forwards: Iterable[tuple[Any, Callable[..., Any]]]) -> int:
 @contextmanager
 def replaced(forwards: Iterable[tuple[Any, Callable[..., Any]]]) -> Iterator[None]:
     """Has these compute modules within the context, in place of whatever does before and after it."""
-    pairs = list(forwards)
-    before = [own_forward(module) for module, _ in pairs]
+    pairs = [(module.__dict__, forward) for module, forward in forwards]
+    before = [names.get("forward") for names, _ in pairs]
     try:
-        for module, forward in pairs:
-            module.forward = forward
+        for names, forward in pairs:
+            names["forward"] = forward
         yield
     finally:
-        for (module, _), own in zip(reversed(pairs), reversed(before), strict=True):
+        for (names, _), own in zip(reversed(pairs), reversed(before), strict=True):
             if own is not None:
-                module.forward = own
+                names["forward"] = own
             else:
-                module.__dict__.pop("forward", None)
+                names.pop("forward", None)

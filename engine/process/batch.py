@@ -52,7 +52,6 @@ class BatchService:
         self._is_settling = False
 
     def start(self, engine: Engine, request: StartBatch) -> None:
-        """Begins a job, which ends later."""
         if request.job.endpoints:  # with this machine as one of them
             from engine.process.remote import runner_at
 
@@ -117,7 +116,6 @@ class BatchService:
 def answered_job(
     request: StartBatch, runner: JobRunner, send: Callable[[Event], object], cancelled: Callable[[], bool]
 ) -> BatchFinished:
-    """Runs one job until it is done or stopped."""
     events = JobEvents(request.request_id, send)
     # Chats are answered between the layers of jobs, by whoever has the engine's thread.
     watcher = JobWatcher(events.pace, events.answer, lambda: False, lambda: None, cancelled, events.plan)

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 from engine.common.falls import FALLS
 from engine.process.failures import log_failure
 from engine.process.requests import RequestQueue, failed
-from engine.protocol import Called, Event, Finished, Generate, Progress, SampleBatch, StartBatch, Token
+from engine.protocol import Called, Event, Finished, Generate, Phase, Progress, SampleBatch, StartBatch, Token
 from engine.telemetry.recorder import RequestLog
 
 if TYPE_CHECKING:
+    from engine.runtime.decode.generation import Outcome
     from engine.runtime.engine import Engine
-    from engine.runtime.schedule.request import Outcome
 
 PROGRESS_S = 0.05
 """Least time between two reports of progress: a model has thousands of tensors."""
@@ -55,11 +55,13 @@ class ChatService:
             if told < 0:
                 told = 0
                 log.reads(total - done)
-            self._read(name, done, total)
+            self.progress(name, "prefill", done, total)
 
         def on_end(outcome: Outcome) -> None:
             log.ends()
             self._open.discard(name)
+            if not isinstance(outcome, BaseException) and outcome.calls:
+                self._send(Called(name, outcome.calls))
             self._end(name, outcome)
 
         def tell(tokens: int, text: str, reasoning: str = "") -> None:
@@ -78,15 +80,15 @@ class ChatService:
                     sampling=asked.sampling,
                     tools=asked.tools,
                     chat=asked.chat,
+                    splits=True,
                     on_progress=on_progress,
                     on_text=lambda text, tokens: tell(tokens, text),
+                    on_reasoning=lambda text, tokens: tell(tokens, "", text),
                     on_reused=log.reuses,
                     cancelled=lambda: self._requests.is_cancelled(name),
                 ),
                 on_end,
                 lambda: self._begins(name),
-                on_reasoning=lambda text, tokens: tell(tokens, "", text),
-                on_calls=lambda calls: self._send(Called(name, calls)),
             )
         except Exception as error:
             on_end(error)
@@ -128,11 +130,12 @@ class ChatService:
         self._others()
         return False
 
-    def _read(self, name: str, done: int, total: int) -> None:
+    def progress(self, name: str, phase: Phase, done: int, total: int) -> None:
+        """Tells of it no more often than it can be shown, and of its end."""
         now = monotonic()
-        if done == total or now - self._progress_s >= PROGRESS_S:
+        if done >= total or now - self._progress_s >= PROGRESS_S:
             self._progress_s = now
-            self._send(Progress(name, "prefill", done, total))
+            self._send(Progress(name, phase, done, total))
 
     def _end(self, name: str, outcome: Outcome) -> None:
         if isinstance(outcome, BaseException):

@@ -73,7 +73,6 @@ class RayNode:
         self._thread.start()
 
     def tell(self, line: bytes) -> None:
-        """More rows, or fewer."""
         message = decode(line)
         with self._changed:
             if isinstance(message, GiveRows):
@@ -197,7 +196,6 @@ def _refused(why: str) -> EngineError:
 
 
 def _found(models: tuple[str, ...], digest: str) -> Path:
-    """The model's files on this node."""
     from engine.checkpoint.library import resolve
 
     other = why = ""

@@ -101,7 +101,6 @@ class RequestQueue:
 
     @property
     def is_over(self) -> bool:
-        """Whether it is closed, and everything has been taken."""
         return self._closed and not self._waiting
 
     def waits(self, *kinds: type[Request]) -> bool:

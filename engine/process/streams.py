@@ -100,7 +100,8 @@ class EventWriter:
             with self._changed:
                 self._idle = True
                 self._changed.notify_all()
-                self._changed.wait_for(self._has_work, max(0.0, next_beat - time.monotonic()))
+                wait_s = max(0.0, next_beat - time.monotonic())
+                self._changed.wait_for(lambda: self._queue or self._samples or self._closed, wait_s)
                 if self._closed and not self._queue:
                     return
                 batch: list[Event] = [self._queue.popleft() for _ in range(min(_BATCH, len(self._queue)))]
@@ -117,9 +118,6 @@ class EventWriter:
             except OSError:
                 self._on_broken()
                 return
-
-    def _has_work(self) -> bool:
-        return bool(self._queue) or bool(self._samples) or self._closed
 
 
 def _write_all(fd: int, data: bytes) -> None:

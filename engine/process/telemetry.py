@@ -93,7 +93,6 @@ class TelemetryService:
             self._send(TelemetryRequest(self._recorder.next_request, request_id, clock.now_ns()))
 
     def is_elsewhere(self, number: int, place: str) -> None:
-        """Called before a request that another server answers."""
         if self._recorder.on:
             self._send(RequestPlace(number, place))
 

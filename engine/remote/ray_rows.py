@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Protocol, cast
 
 from engine.batch_files.job_watcher import JobEnding, JobWatcher, Pace, PlacePace, PlaceState
@@ -34,6 +33,7 @@ from engine.common.paths import python_module
 from engine.formats import AUTO
 from engine.jobs.job import Answerer, run_job
 from engine.jobs.rows import BatchOutcome, Check, RowCallback
+from engine.planner.batch_prediction import first_rows
 from engine.protocol import (
     ClusterEvent,
     ClusterJob,
@@ -243,7 +243,6 @@ _PATIENCE_S = 300.0
 _READS = 512
 """Rows read before messages are looked at again."""
 _COLLECT_S = 60.0
-SAMPLE_ROWS = 48
 
 
 class RayRows:
@@ -573,7 +572,8 @@ def run_cluster_job(prepared: PreparedJob, config: EngineConfig, watcher: JobWat
     models, digest = _where(config.model)
     if config.precision == AUTO:
         config = replace(config, precision=prepared.begun_precision)
-    sample = [(share, row) for share, row in islice(prepared.asked(), SAMPLE_ROWS) if isinstance(row, RowRequest)]
+    first, total = first_rows(prepared.asked())
+    sample = [(place / total, row) for place, row in enumerate(first, 1) if isinstance(row, RowRequest)]
     asked = ClusterJob(models, digest, config, prepared.job, tuple(sample))
     known = Pace(0, 0, None, 0.0, None, None)
     with closing(RayRows(prepared.job.ray, asked)) as rows:

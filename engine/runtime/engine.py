@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,21 +17,28 @@ from engine.checkpoint.embedding import refuse_embedding
 from engine.checkpoint.library import note_use, reading, resolve
 from engine.checkpoint.profile import suggested_sampling
 from engine.common import clock
-from engine.common.chat import ChatMessage, Tool, ToolCall
+from engine.common.chat import ChatMessage, Tool
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
 from engine.common.falls import FALLS
 from engine.common.model_info import ModelInfo
+from engine.devices.card_proof import prove_cards
+from engine.devices.device import Device
+from engine.devices.memory_budget import MemoryCategory
 from engine.experts.file_image import EARLY_READS, remember
-from engine.runtime.decode.generation import GenerationResult, TextCallback, ignore_text
+from engine.runtime.decode.generation import (
+    BatchRequest,
+    GenerationResult,
+    OnEnd,
+    Outcome,
+    TextCallback,
+    ignore_text,
+)
 from engine.runtime.decode.prompt import encode
-from engine.runtime.decode.sequence import SequenceError, of_one
-from engine.runtime.decode.split_answer import SplitAnswer
-from engine.runtime.failback import Failback
+from engine.runtime.load.devices import ModelDevices
 from engine.runtime.load.kept_context import open_kept
 from engine.runtime.load.model import load_model, open_compute_devices
 from engine.runtime.loaded_model import LoadedModel, OnPhase, ignore_phase
-from engine.runtime.schedule.request import BatchRequest, OnEnd, Outcome
 from engine.runtime.schedule.scheduler import Scheduler
 from engine.runtime.telemetry.experts import RoutingRecorder
 from engine.runtime.telemetry.model_telemetry import ModelTelemetry
@@ -56,6 +64,11 @@ TIMED_PROMPT = (
     "A railway switchyard sorts freight cars. Explain in plain words how the hump, the switches and the retarders work."
 )
 _FEWEST_TOKENS = 4
+_FIRST_S = 10.0
+"""A card that the model left is asked so long after that, and then after twice as long each time."""
+_MOST_S = 600.0
+_SOON_S = 900.0
+"""A card that the model leaves again within this time after it returned is waited for twice as long."""
 
 
 class Engine:
@@ -79,12 +92,10 @@ class Engine:
 
     @property
     def telemetry(self) -> ModelTelemetry | None:
-        """Telemetry of the loaded model; None while none is loaded."""
         return self._telemetry
 
     @property
     def info(self) -> ModelInfo | None:
-        """The loaded model and where it runs; None while none is loaded."""
         return self._loaded.info if self._loaded is not None else None
 
     @property
@@ -94,12 +105,10 @@ class Engine:
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens of context now held."""
         return self._scheduler.kv_tokens if self._scheduler is not None else 0
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes that the held context takes."""
         return self._scheduler.kv_bytes if self._scheduler is not None else 0
 
     @property
@@ -200,7 +209,11 @@ class Engine:
         self.on_moved(loaded.info)
 
     def without_card(self, *, is_lost: bool) -> LoadedModel:
-        """See `Places`."""
+        """Frees the model, and loads it without its card.
+
+        Args:
+            is_lost: whether the card does not respond; otherwise others have taken its memory.
+        """
         lost, others = self._lost_and_others(is_lost=is_lost)
         fewer, none = (_FEWER, _LOST) if is_lost else (_TAKEN_OF_ONE, _TAKEN)
         why = fewer.format(" and ".join(lost), " and ".join(others)) if others else none
@@ -224,11 +237,12 @@ class Engine:
         return tuple(name for name in able if not able[name]), tuple(name for name in able if able[name])
 
     def may_return(self) -> bool:
+        """Whether the card that the model left is of use again; asked before a request while nothing is under way."""
         self._tell_of_card()
         return self._failback is not None and self._failback.is_open(monotonic())
 
     def with_card(self) -> LoadedModel:
-        """See `Places`."""
+        """Frees the model, and loads it where it was at first, or once more without its card."""
         left = self._ready().info
         _log.warning("loading the model on the graphics card again, which is of use again")
         try:
@@ -281,7 +295,7 @@ class Engine:
     def _tell_of_card(self) -> None:
         """Says once that a new process could use the card that this one lost."""
         loaded = self._loaded
-        if loaded is None or self._failback is None or loaded.info.card_is_back or not self._failback.is_for_others:
+        if loaded is None or self._failback is None or loaded.info.card_is_back or not self._failback.is_proven:
             return
         loaded.info = replace(loaded.info, device_note=_BACK, card_is_back=True)
         self.on_moved(loaded.info)
@@ -300,7 +314,6 @@ class Engine:
         return time_decode(loaded, prompt, tokens, seconds=seconds, on_token=on_token, cancelled=cancelled)
 
     def record_routing(self) -> RoutingRecorder:
-        """Records the routing of the loaded model from now on."""
         return RoutingRecorder(self._ready())
 
     def unload(self) -> None:
@@ -322,7 +335,6 @@ class Engine:
             self._held.close()
 
     def default_sampling(self) -> SamplingParams:
-        """The sampling that the model's makers suggest; see `suggested_sampling`."""
         return suggested_sampling(Path(self._ready().info.path))
 
     def generate(
@@ -338,69 +350,43 @@ class Engine:
     ) -> GenerationResult:
         """Answer the last of `messages`, and whatever else is asked meanwhile."""
         ended: list[Outcome] = []
-        calls: list[ToolCall] = []
         request = BatchRequest(
             0,
             tuple(messages),
             sampling=sampling,
             tools=tools,
+            splits=True,
             on_progress=on_progress,
             on_text=on_text,
+            on_reasoning=on_reasoning,
             cancelled=cancelled,
         )
-        self.begin(request, ended.append, on_reasoning=on_reasoning, on_calls=calls.extend)
+        self.begin(request, ended.append)
         self.scheduler.serve(lambda: bool(ended))
-        outcome = ended[0]
-        if isinstance(outcome, BaseException):
-            raise outcome
-        return replace(outcome, calls=tuple(calls))
+        if isinstance(ended[0], BaseException):
+            raise ended[0]
+        return ended[0]
 
-    def begin(
-        self,
-        request: BatchRequest,
-        on_end: OnEnd,
-        on_begin: Callable[[], None] = lambda: None,
-        *,
-        on_reasoning: TextCallback = ignore_text,
-        on_calls: Callable[[tuple[ToolCall, ...]], object] = lambda _calls: None,
-    ) -> None:
-        """Takes a chat that the scheduler answers; its `on_text` is told of the answer without the reasoning.
-
-        Args:
-            on_end, on_begin: see `Scheduler.submit`.
-            on_reasoning: told what the model thinks before it answers.
-            on_calls: told which tools the answer calls, before its end.
-        """
-        scheduler, info = self.scheduler, self._ready().info
-        answer = SplitAnswer(info.family, request.on_text, on_reasoning, request.tools)
+    def begin(self, request: BatchRequest, on_end: OnEnd, on_begin: Callable[[], None] = lambda: None) -> None:
+        """Takes a chat that the scheduler answers; see `Scheduler.submit`."""
+        how = _how(self._ready().info)
 
         def ended(outcome: Outcome) -> None:
-            try:
-                with of_one():
-                    answer.end()
-                    if answer.calls and not isinstance(outcome, BaseException):
-                        on_calls(tuple(answer.calls))
-            except SequenceError as error:
-                outcome = outcome if isinstance(outcome, BaseException) else error
-            if isinstance(outcome, BaseException):
-                on_end(outcome)
-            else:
-                on_end(replace(outcome, text=answer.text, reasoning=answer.reasoning))
-                note_use(self._place, _how(info), outcome.tokens_per_s, outcome.generated_tokens)
+            on_end(outcome)
+            if isinstance(outcome, GenerationResult):
+                note_use(self._place, how, outcome.tokens_per_s, outcome.generated_tokens)
             self._tell_of_card()
 
-        scheduler.submit(replace(request, on_prepared=answer.begin, on_text=answer.take), ended, on_begin)
+        self.scheduler.submit(request, ended, on_begin)
 
     @property
     def scheduler(self) -> Scheduler:
-        """Of the loaded model."""
         self._ready()
         assert self._scheduler is not None
         return self._scheduler
 
     @property
     def is_answering(self) -> bool:
-        """Whether requests wait or are being answered."""
         return self._scheduler is not None and self._scheduler.is_busy
 
     @property
@@ -505,3 +491,79 @@ def time_decode(
     (first, first_s), (last, last_s) = arrivals[0], arrivals[-1]
     rate = (last - first) / (last_s - first_s) if last > first else 0.0
     return DecodeRate(rate, first_s - begun, last - first)
+
+
+class Failback:
+    """Asks the cards that a model was loaded on whether they compute, and have memory for it.
+
+    A process whose card has failed cannot use it again on most systems, even where another process can.  So a process
+    of its own tries cards that do not answer this one, while requests go on.
+
+    Args:
+        devices: of the model, just loaded.
+        open_devices: opens them anew; their owner closes them.
+
+    Attributes:
+        is_proven: whether the cards compute again, but only for a process that begins now.
+    """
+
+    def __init__(self, devices: ModelDevices, open_devices: Callable[[], tuple[Sequence[Device], str]]) -> None:
+        self._open, self._prove = open_devices, prove_cards
+        uses = {device.name: device.memory.use() for device in devices.devices}
+        # With half of its experts a model is worth moving.
+        self._needed = {name: use.used - use.by_category[MemoryCategory.EXPERTS] // 2 for name, use in uses.items()}
+        self._wait_s, self._next_s = _FIRST_S, float("inf")
+        self._returned_s = float("-inf")
+        self._proving: threading.Thread | None = None
+        self._is_lost = self.is_proven = False
+
+    def left(self, now_s: float, *, is_lost: bool) -> None:
+        """The model has left the cards.
+
+        Args:
+            now_s: of a clock that never goes back.
+            is_lost: whether a card does not respond any more; otherwise others have taken its memory.
+        """
+        self._is_lost = is_lost
+        self._wait_s = min(2 * self._wait_s, _MOST_S) if now_s < self._returned_s + _SOON_S else _FIRST_S
+        self._next_s = now_s + self._wait_s
+
+    def returned(self, now_s: float) -> None:
+        """The model is on the cards again."""
+        self._returned_s, self._next_s, self.is_proven = now_s, float("inf"), False
+
+    def is_open(self, now_s: float) -> bool:
+        """Whether the model may return now; nothing is asked before it is time."""
+        if now_s < self._next_s or self.is_proven:
+            return False
+        self._wait_s = min(2 * self._wait_s, _MOST_S)
+        self._next_s = now_s + self._wait_s
+        try:
+            with contextlib.ExitStack() as opened:
+                devices, _ = self._open()
+                for device in devices:
+                    opened.callback(device.close)
+                answering = {device.name: device for device in devices if device.responds()}
+                if answering.keys() >= self._needed.keys():
+                    return all(_has_room(answering[name], nbytes) for name, nbytes in self._needed.items())
+        except (EngineError, RuntimeError) as error:
+            _log.info("the graphics card does not answer yet: %s", error)
+        if self._is_lost and (self._proving is None or not self._proving.is_alive()):
+            self._proving = threading.Thread(target=self._try_apart, name="card proof", daemon=True)
+            self._proving.start()
+        return False
+
+    def close(self) -> None:
+        """What a process of its own says is not wanted any more."""
+        self._next_s, self._proving = float("inf"), None
+
+    def _try_apart(self) -> None:
+        proofs = self._prove() or []
+        if self._proving is threading.current_thread():
+            self.is_proven = sum(not proof.failed for proof in proofs) >= len(self._needed)
+
+
+def _has_room(device: Device, nbytes: int) -> bool:
+    if device.memory.total < nbytes:
+        return False
+    return device.watch is None or device.watch.free >= nbytes + device.watch.reserve

@@ -197,8 +197,6 @@ class Blocks(Answer):
 
 
 class Call(NamedTuple):
-    """One request of a client, with its body if it is a POST."""
-
     service: Service
     request: Request
     body: dict[str, Any]
@@ -218,6 +216,16 @@ class Endpoint(NamedTuple):
             return found if isinstance(found, Response) else JSONResponse(found)
 
         return Route(self.path, endpoint, methods=[self.method])
+
+
+def counted(asked: Callable[[Call], Awaitable[tuple[str, Ask]]], **head: str) -> Callable[[Call], Awaitable[Any]]:
+    """Says how many tokens the prompt has that is asked for so."""
+
+    async def count(call: Call) -> Any:
+        _name, ask = await asked(call)
+        return {**head, "input_tokens": await call.service.prompt_length(call.request, ask)}
+
+    return count
 
 
 def versioned(paths: Iterable[Endpoint]) -> tuple[Endpoint, ...]:
@@ -314,7 +322,6 @@ class _Streamed(StreamingResponse):
 
 
 def listed_tools(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The entries of `tools`."""
     offered = body.get("tools") or []
     if not isinstance(offered, list) or not all(isinstance(entry, Mapping) for entry in offered):
         raise BadRequestError("has tools that are not a list of objects")

@@ -23,6 +23,7 @@ from engine.serving.answers import (
     Call,
     Endpoint,
     Kind,
+    counted,
     event_line,
     listed_tools,
     read_offer,
@@ -60,11 +61,6 @@ async def messages(call: Call) -> Any:
     return await respond(call, [ask], _Answer(name, ask), streams=call.body.get("stream"))
 
 
-async def count_tokens(call: Call) -> Any:
-    _name, ask = await _ask(call)
-    return {"input_tokens": await call.service.prompt_length(call.request, ask)}
-
-
 async def _ask(call: Call) -> tuple[str, Ask]:
     offer, turns = _offer(call.body), _messages(call.body)
     # Whoever ends with the model's turn has written how its answer begins.
@@ -72,7 +68,7 @@ async def _ask(call: Call) -> tuple[str, Ask]:
     return await call.service.ask_of(call.body, "messages", turns, offer, "continue" if is_begun else "answer")
 
 
-PATHS = (Endpoint("POST", "/v1/messages", messages), Endpoint("POST", "/v1/messages/count_tokens", count_tokens))
+PATHS = (Endpoint("POST", "/v1/messages", messages), Endpoint("POST", "/v1/messages/count_tokens", counted(_ask)))
 
 
 class _Answer(Blocks):

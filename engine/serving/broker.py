@@ -25,9 +25,8 @@ from engine.process.failures import as_engine_error, log_failure
 from engine.protocol import Ask, Began, Failed, Finished, NamedChances, NamedToken, Progress, Prompt, Token
 from engine.runtime.batch.policy import policy_for
 from engine.runtime.decode.detokenizer import token_bytes
-from engine.runtime.decode.generation import ChanceLog, Chances
-from engine.runtime.decode.sequence import SequenceError
-from engine.runtime.schedule.request import BatchRequest, Outcome, PreparedRow
+from engine.runtime.decode.generation import BatchRequest, ChanceLog, Chances, Outcome
+from engine.runtime.decode.sequence import Sequence, SequenceError
 from engine.runtime.schedule.scheduler import Scheduler
 from engine.serving.link import CLOSING, MOST_WAITING, TOO_MANY, Event, State, Ticket
 from engine.telemetry.recorder import RequestLog
@@ -61,7 +60,7 @@ class _Waiting(Ticket):
     def __init__(self, ask: Ask, on_event: Callable[[Event], None]) -> None:
         super().__init__(ask, on_event)
         self.log = RequestLog()
-        self.row: PreparedRow | None = None
+        self.row: Sequence | None = None
         self.began = Began("", 0, thinks=False)
 
 
@@ -127,7 +126,6 @@ class RequestBroker:
             return any(ticket.ask.model == model and not ticket.is_cancelled() for ticket in self._waiting)
 
     def shut(self) -> None:
-        """Takes no more requests; what is under way breaks off."""
         with self.changed:
             self.is_closed = True
             self.changed.notify_all()
@@ -267,7 +265,7 @@ class RequestBroker:
                     self._tokenizing = None
                     self.changed.notify_all()
                     return
-            found: PreparedRow | list[Event] = []
+            found: Sequence | list[Event] = []
             try:
                 found = self._begin(ticket, scheduler)
             except RequestCancelled:
@@ -290,7 +288,7 @@ class RequestBroker:
                 ticket.tell(event)
             self._on_waiting()
 
-    def _begin(self, ticket: _Waiting, scheduler: Scheduler) -> PreparedRow | list[Event]:
+    def _begin(self, ticket: _Waiting, scheduler: Scheduler) -> Sequence | list[Event]:
         """The request as tokens; or, if nothing else was asked for, all that its client is told."""
         ask, log, loaded, preparation = ticket.ask, ticket.log, scheduler.loaded, scheduler.preparation
         chances = ChanceLog(ask.top_chances) if ask.top_chances is not None else None
@@ -338,7 +336,7 @@ class RequestBroker:
         )
         preparation.check_known(ask.ids)
         if ask.wants == "answer":
-            row = preparation.prepare(request, given_up)
+            row = preparation.prepare(Sequence(request), given_up)
             ticket.began = Began("", len(row.prompt), row.thinks, loaded.info.family, is_call=row.is_call)
             return row
         prompt = preparation.prompt_of(request, given_up)
@@ -347,7 +345,7 @@ class RequestBroker:
             raw = tuple(tuple(token_bytes(loaded.tokenizer, token)) for token in prompt)
             known = prompt if loaded.sight is None else loaded.sight.text(prompt)
             text = str(loaded.tokenizer.decode(known, clean_up_tokenization_spaces=False))
-            thinks = request.is_chat and preparation.replies.thinks(prompt)
+            thinks = request.is_chat and preparation.thinks(prompt)
             events.insert(0, Began("", len(prompt), thinks, loaded.info.family, Prompt(text, tuple(prompt), raw)))
         return events
 

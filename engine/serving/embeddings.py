@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import os
-import queue
 import subprocess
 import threading
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.batch_files.openai_requests import BadRequestError
 from engine.checkpoint.embedding import how_it_embeds
-from engine.common.channel import Channel, Pipes
+from engine.common.channel import Pipes
 from engine.common.confined import started
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
 from engine.common.paths import python_module
@@ -53,7 +52,6 @@ class Embedded:
             yield [float(number) for number in memoryview(vector).cast("f")]
 
     def in_base64(self) -> Iterator[str]:
-        """Each vector, as OpenAI's clients ask for it."""
         for vector in self.vectors:
             yield base64.b64encode(vector).decode("ascii")
 
@@ -83,8 +81,6 @@ class Embeddings:
     def __init__(self) -> None:
         self._turn, self._lock = threading.Lock(), threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._channel: Channel | None = None
-        self._said: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._ending: threading.Timer | None = None
         self._is_closed = False
 
@@ -136,12 +132,19 @@ class Embeddings:
             if self._ending is not None:
                 self._ending.cancel()
                 self._ending = None
-            if self._channel is None or self._process is None or self._process.poll() is not None:
+            if self._process is None or self._process.poll() is not None:
                 self._end()
-                self._channel = self._started()
-            self._channel.send(encode(request))
-            said = self._said
-        answer = said.get()
+                module = "engine.serving.embeddings"
+                try:
+                    self._process = started(module, {**os.environ, **python_module(module)[1]})
+                except OSError as error:
+                    what = f"The engine cannot be started: {error.strerror}."
+                    raise EngineError(ErrorCode.ENGINE_DIED, what) from None
+            pipes = _pipes(self._process)
+        answer: Message | None = None
+        with contextlib.suppress(OSError, ValueError, EOFError, EngineError):  # it has ended, or is ended meanwhile
+            pipes.send_bytes(encode(request))
+            answer = decode(pipes.recv_bytes())
         if isinstance(answer, Failed):
             raise answer.error
         if isinstance(answer, Vectors):
@@ -149,20 +152,6 @@ class Embeddings:
         with self._lock:
             self._end()
         raise _died()
-
-    def _started(self) -> Channel:
-        module = "engine.serving.embeddings"
-        try:
-            self._process = process = started(module, {**os.environ, **python_module(module)[1]})
-        except OSError as error:
-            raise EngineError(ErrorCode.ENGINE_DIED, f"The engine cannot be started: {error.strerror}.") from None
-        assert process.stdin is not None
-        assert process.stdout is not None
-        self._said = said = queue.SimpleQueue[Message | None]()
-        pipes = Pipes(process.stdout, process.stdin)
-        channel = Channel(pipes, lambda line: said.put(decode(line)), lambda: said.put(None))
-        channel.start()
-        return channel
 
     def _stay(self, seconds: float) -> None:
         with self._lock:
@@ -184,12 +173,19 @@ class Embeddings:
         if self._ending is not None:
             self._ending.cancel()
             self._ending = None
-        process, self._process, channel, self._channel = self._process, None, self._channel, None
+        process, self._process = self._process, None
         if process is not None:
             process.kill()
             process.wait()
-        if channel is not None:
-            channel.close()
+            pipes = _pipes(process)
+            pipes.hang_up()
+            pipes.close()
+
+
+def _pipes(process: subprocess.Popen[bytes]) -> Pipes:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    return Pipes(process.stdout, process.stdin)
 
 
 def _died() -> EngineError:

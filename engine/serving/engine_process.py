@@ -33,11 +33,12 @@ class EngineProcess(EngineLink):
 
     Attributes:
         on_gone: told when it has ended, however it did.
+        order: how models are run from its next start on.
     """
 
     def __init__(self, config: EngineConfig, idle_s: float | None, on_end: Callable[[], None], chat: str = "") -> None:
         super().__init__()
-        self._order = ServeModels(self.address, self.secret, config, idle_s, chat)
+        self.order = ServeModels(self.address, self.secret, config, idle_s, chat)
         self._on_end = on_end
         self._starting = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -50,10 +51,6 @@ class EngineProcess(EngineLink):
     def pid(self) -> int:
         """Of the process that runs or ran last; 0 before the first."""
         return self._process.pid if self._process is not None else 0
-
-    def set_rules(self, config: EngineConfig, idle_s: float | None) -> None:
-        """How models are run from its next start on."""
-        self._order = replace(self._order, config=config, idle_s=idle_s)
 
     def stop_if_idle(self) -> None:
         """Ends it, unless it is answering; whoever asks next starts it again."""
@@ -75,7 +72,7 @@ class EngineProcess(EngineLink):
                     command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env={**os.environ, **variables}
                 )
                 assert process.stdin is not None
-                process.stdin.write(encode(self._order))
+                process.stdin.write(encode(self.order))
                 process.stdin.close()
             except OSError as error:
                 raise EngineError(ErrorCode.ENGINE_DIED, f"The engine cannot be started: {error.strerror}.") from None

@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from engine.checkpoint.library import LibraryEntry, describe
@@ -88,16 +89,12 @@ class EngineRouter:
     def follow(self, rules: Rules) -> None:
         """From now on these hold; models that are loaded already keep how they are run."""
         before, self._rules = self._rules, rules
-        self.beside.set_rules(rules.config, rules.idle_s)
+        self.beside.order = replace(self.beside.order, config=rules.config, idle_s=rules.idle_s)
         if before.config != rules.config:
             self.beside.stop_if_idle()
         elif before.idle_s != rules.idle_s and (model := self.beside.state.model) is not None:
             self.beside.release(model, -1 if rules.idle_s is None else rules.idle_s)
         self._notify()
-
-    def free(self) -> None:
-        """Makes room for the window, unless a program is being answered."""
-        self.beside.stop_if_idle()
 
     def windows_model(self) -> Path | None:
         """The one that the window has, after waiting for it if it is coming; None if it has none."""
@@ -107,7 +104,7 @@ class EngineRouter:
             self._changed.wait_for(lambda: self.window.state.model is not None or self.coming is None, _LOAD_S)
             # The window may say that it is loaded before its engine does.
             self._changed.wait_for(lambda: self.window.state.model is not None or not self._rules.window, _PATIENCE_S)
-        if not self.window.wait_for_engine(_PATIENCE_S):
+        if not self.window.knows_model.wait(_PATIENCE_S):
             no_engine()
         return self.window.state.model
 
@@ -280,7 +277,7 @@ def _serve(order: Listen, told: queue.SimpleQueue[Message | None], say: Callable
         if isinstance(message, Rules):
             engines.follow(message)
         elif isinstance(message, FreeOthers):
-            engines.free()
+            engines.beside.stop_if_idle()
     server.stop()
     engines.close()
     _log.info("ended")

@@ -116,6 +116,7 @@ class EngineLink:
         wake: called when somebody asks and no engine is connected; raises EngineError if none can be expected.
         on_remark: told what the engine has to say for people.
         on_model: told that another model is loaded, or none, and which one is being loaded.
+        knows_model: set while an engine is there that has said which model is loaded.
     """
 
     def __init__(self) -> None:
@@ -132,7 +133,7 @@ class EngineLink:
         self._unsent: list[Message] = []
         self._noted = set[tuple[str | None, str]]()
         self._model: Path | None = None
-        self._knows_model = threading.Event()
+        self.knows_model = threading.Event()
         self._numbers = 0
         self._is_closed = False
         self._thread = threading.Thread(target=self._take_engines, name="engine-link", daemon=True)
@@ -143,10 +144,6 @@ class EngineLink:
     @property
     def is_connected(self) -> bool:
         return self._channel is not None
-
-    def wait_for_engine(self, seconds: float) -> bool:
-        """Waits until an engine is there and has said which model is loaded; returns whether it has."""
-        return self._knows_model.wait(seconds)
 
     @property
     def state(self) -> State:
@@ -186,12 +183,11 @@ class EngineLink:
             if channel is None or self._open:
                 return False
             self._channel, self._model = None, None
-            self._knows_model.clear()
+            self.knows_model.clear()
         channel.close()
         return True
 
     def refuse_all(self, error: EngineError) -> None:
-        """No engine will answer what has been asked."""
         with self._lock:
             refused = self._forget_all()
         for ticket in refused:
@@ -256,7 +252,7 @@ class EngineLink:
             if self._channel is not channel:
                 return
             self._channel = None
-            self._knows_model.clear()
+            self.knows_model.clear()
             refused = self._forget_all()  # before another engine can connect
         for ticket in refused:
             words = "The engine stopped in the middle: try again in a moment."
@@ -266,7 +262,7 @@ class EngineLink:
         message = decode(line)
         if isinstance(message, ModelIs):
             self._model = message.model
-            self._knows_model.set()
+            self.knows_model.set()
             self.on_model(message.model, message.loading)
         elif isinstance(message, Remark):
             note = message.about, message.text
@@ -300,7 +296,6 @@ class BrokerLink:
         self._channel.start()
 
     def model_is(self, model: Path | None, loading: Path | None = None) -> None:
-        """Tells the server what is loaded, or being loaded."""
         self._channel.send(encode(ModelIs(model, loading)))
 
     def remark(self, text: str, about: str | None = None) -> None:

@@ -45,6 +45,7 @@ from engine.serving.answers import (
     Endpoint,
     Kind,
     Reply,
+    counted,
     event_line,
     openai_tools,
     respond,
@@ -113,12 +114,6 @@ async def chat(call: Call) -> Any:
     return await _answer(call, name, [replace(ask, top_chances=top)], is_chat=True)
 
 
-async def count(call: Call) -> Any:
-    _name, ask = await _conversation(call)
-    tokens = await call.service.prompt_length(call.request, ask)
-    return {"object": "chat.completion.input_tokens", "input_tokens": tokens}
-
-
 async def _conversation(call: Call) -> tuple[str, Ask]:
     body = call.body
     offer, messages = openai_tools(body), read_messages(body.get("messages"))
@@ -167,12 +162,6 @@ async def _answer(call: Call, name: str, prompts: list[Ask], *, is_chat: bool) -
 async def respond_as_items(call: Call) -> Any:
     name, ask = await _asked_for(call)
     return await respond(call, [ask], _Response(name, call.body, ask), streams=call.body.get("stream"))
-
-
-async def count_input(call: Call) -> Any:
-    _name, ask = await _asked_for(call)
-    tokens = await call.service.prompt_length(call.request, ask)
-    return {"object": "response.input_tokens", "input_tokens": tokens}
 
 
 async def _asked_for(call: Call) -> tuple[str, Ask]:
@@ -225,10 +214,10 @@ _PATHS: tuple[Endpoint, ...] = (
     Endpoint("GET", "/models", models),
     Endpoint("GET", "/models/{name:path}", model),
     Endpoint("POST", "/chat/completions", chat),
-    Endpoint("POST", "/chat/completions/input_tokens", count),
+    Endpoint("POST", "/chat/completions/input_tokens", counted(_conversation, object="chat.completion.input_tokens")),
     Endpoint("POST", "/completions", completions),
     Endpoint("POST", "/responses", respond_as_items),
-    Endpoint("POST", "/responses/input_tokens", count_input),
+    Endpoint("POST", "/responses/input_tokens", counted(_asked_for, object="response.input_tokens")),
     Endpoint("POST", "/embeddings", embeddings),
     Endpoint("GET", "/health", health),
 )
@@ -277,7 +266,6 @@ class _Choices(Reply):
         return event_line(line)
 
     def reads(self, read: Progress, index: int) -> str:
-        """As a comment, or as from llama.cpp."""
         if not self._says_read:
             return super().reads(read, index)
         ms = round(1000 * (time.monotonic() - self._began_s))

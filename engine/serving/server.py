@@ -340,7 +340,6 @@ class ClientConnection(H11Protocol):
         return True
 
     def drop(self) -> None:
-        """Cuts it, and makes its place free."""
         self._server.left(self)
         transport: Any = self.transport
         if transport is not None:
@@ -494,7 +493,6 @@ class Server:
         self._thread: threading.Thread | None = None
 
     def start(self) -> int:
-        """Begins to listen; returns the port."""
         self._address.check()
         listener = _listen(self._address)
         app = make_app(self._service, self._address, self._on_served)

@@ -122,7 +122,6 @@ class Service:
         return await on_a_thread(self._models.listed)
 
     async def path_of(self, name: Any) -> tuple[str, Path]:
-        """A model's name and place."""
         if name is not None and not isinstance(name, str):
             raise BadRequestError("has a model that is not a name")
         short = (name or "").removesuffix(":latest")
@@ -131,7 +130,6 @@ class Service:
         return found
 
     async def entry_of(self, name: Any) -> tuple[str, LibraryEntry]:
-        """A model's name, and what is known about it."""
         known, path = await self.path_of(name)
         entries = await self.models()
         return known, next((entry for entry in entries if entry.path == path), LibraryEntry(known, path))
@@ -260,7 +258,6 @@ async def on_a_thread(work: Callable[[], Whole]) -> Whole:
 
 
 async def body_of(request: Request) -> dict[str, Any]:
-    """A request's JSON object."""
     data = bytearray()
     try:
         async with asyncio.timeout(SLOWEST_BODY_S):

@@ -43,8 +43,8 @@ class ScriptedEngine:
     def unload(self):
         self.info = None
 
-    def begin(self, request, on_end, _on_begin, *, on_reasoning, **_calls):
-        self._waiting.append((request, on_reasoning, on_end))
+    def begin(self, request, on_end, _on_begin):
+        self._waiting.append((request, on_end))
 
     @property
     def scheduler(self):
@@ -58,9 +58,9 @@ class ScriptedEngine:
 
     def serve(self, until):
         while self._waiting:
-            *asked, on_end = self._waiting.pop(0)
+            request, on_end = self._waiting.pop(0)
             try:
-                outcome = self._answer(*asked)
+                outcome = self._answer(request)
             except BaseException as error:
                 outcome = error
             on_end(outcome)
@@ -72,7 +72,7 @@ class ScriptedEngine:
     def share(self, until):
         self.serve(until)
 
-    def _answer(self, request, on_reasoning):
+    def _answer(self, request):
         on_text = request.on_text
         verb, _, argument = request.messages[-1].content.partition(" ")
         request.on_progress(1, 1)
@@ -89,7 +89,7 @@ class ScriptedEngine:
         if verb == "think":
             count = int(argument) + 1
             for n in range(1, count):
-                on_reasoning(f"{n} ", n)
+                request.on_reasoning(f"{n} ", n)
             on_text("so", count)
         if verb == "print":
             print("stray print", flush=True)  # noqa: T201

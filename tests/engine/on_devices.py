@@ -111,7 +111,7 @@ class Chats:
     @property
     def batch(self) -> ContinuousBatch:
         """Where they are answered, if they share steps."""
-        assert self.scheduler._batch is not None, self.scheduler.note
+        assert self.scheduler._batch is not None
         return self.scheduler._batch
 
     @property

@@ -17,6 +17,7 @@ from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, Piece, Pi
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.beam_search import Beams
 from engine.runtime.decode.generation import GenerationResult
+from engine.runtime.decode.sequence import Sequence as Answer
 from engine.runtime.decode.speculation import StepPrices
 from engine.runtime.decode.step_model import StepModel, TokenStep
 from engine.runtime.kv.layers import library_cache
@@ -188,14 +189,14 @@ class Alone:
     def answer(self, request: BatchRequest) -> GenerationResult:
         """Answers a request from its beginning to its end."""
         try:
-            asked = self._preparation.prepare(request, request.cancelled)
+            asked = self._preparation.prepare(Answer(request), request.cancelled)
         except RequestCancelled:
             return GenerationResult()
         ends = list[GenerationResult]()
         self._batch.submit(asked, ends.append)
         try:
             with torch.inference_mode():
-                self._batch.sweep(lambda: bool(ends))
+                self._batch.go_on(lambda: bool(ends), by_layer=False)
         except Exception as error:
             self._batch.give_up(error)
             raise

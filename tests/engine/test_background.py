@@ -260,7 +260,7 @@ def test_a_job_with_pages_of_no_use_to_it_has_caches_of_its_own(
     lanes, held = list[ContinuousBatch](), list[int]()
 
     def look() -> bool:
-        lanes.extend(scheduler._beside())
+        lanes.extend(scheduler._beside)
         held.append(scheduler.kv_bytes)
         return False
 

@@ -20,10 +20,10 @@ from engine.protocol import ChatMessage
 from engine.runtime.batch.packed_sweep import balanced
 from engine.runtime.batch.policy import BatchPolicy, can_pack
 from engine.runtime.decode.generation import GenerationResult
+from engine.runtime.decode.sequence import Sequence
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.executor import BatchExecutor, ContinuousBatch
 from engine.runtime.schedule.request import BatchRequest
-from engine.runtime.schedule.row import PagedRow
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
 from tests.combinations import some
@@ -121,11 +121,11 @@ def test_logits_are_those_of_the_library(family: str, monkeypatch: pytest.Monkey
     loaded = tiny_loaded(family)
     seen: dict[int, list[torch.Tensor]] = {}
 
-    def choose(row: PagedRow, logits: torch.Tensor) -> int:
-        seen.setdefault(row.request.row, []).append(logits.clone())
+    def choose(sequence: Sequence, logits: torch.Tensor) -> int:
+        seen.setdefault(sequence.request.row, []).append(logits[0].clone())
         return int(logits.argmax())
 
-    monkeypatch.setattr("engine.runtime.schedule.continuous_batch._choose", choose)
+    monkeypatch.setattr(Sequence, "choose", choose)
     rows = rows_of([9, 45], 4)
     for row, answer in _answers(loaded, rows).items():
         ids = torch.tensor([[*rows[row].ids, *answer.token_ids[:-1]]])
@@ -250,7 +250,7 @@ def test_thousands_of_queued_rows_are_asked_for_as_places_come_free(mixtral: Loa
 def test_rows_wait_for_pages_and_one_that_never_fits_is_told(mixtral: LoadedModel) -> None:
     rows = rows_of([40, 200, 40, 40, 40], 6)
     executor = BatchExecutor(mixtral, POLICY)
-    model = executor._batch._model  # type: ignore[union-attr]
+    model = executor._batch.model  # type: ignore[union-attr]
     executor._batch = batch = ContinuousBatch(model, POLICY, most_pages=5)
     answers: dict[int, GenerationResult] = {}
     executor.run(iter(rows), lambda answer: answers.__setitem__(answer.row, answer))
@@ -286,9 +286,6 @@ def test_repetition_penalties_stop_strings_and_constraints_are_each_rows_own(mix
 
         def accept(self, token_id: int) -> bool:
             return token_id % 10 == 0
-
-        def reset(self) -> None:
-            pass
 
     plain = rows_of([20], 30)[0]
     text = _answers(mixtral, [plain])[0].text
@@ -342,11 +339,7 @@ class _Spelling:
     """Each token is one more than the one before, beginning with `first`; three of them are enough."""
 
     def __init__(self, first: int) -> None:
-        self._first = first
-        self.reset()
-
-    def reset(self) -> None:
-        self._next = self._first
+        self._first = self._next = first
 
     def restrict(self, logits: torch.Tensor) -> torch.Tensor:
         only = torch.full_like(logits, float("-inf"))

@@ -267,6 +267,7 @@ class _Seen:
         asked, take, made, seen = PreparedJob.asked, PagePool.take, continuous_batch.ContinuousBatch.__init__, self
 
         def counting(job: PreparedJob) -> Iterator[tuple[float, RowRequest | Answer]]:
+            seen.ahead = 0  # of the job itself: a plan reads some before
             for number, row in enumerate(asked(job), 1):
                 seen.ahead = max(seen.ahead, number - seen.answered)
                 yield row

@@ -14,10 +14,10 @@ from engine.kernels.native.paged_attention import KvType
 from engine.runtime.batch.layers import NativeRows
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.generation import GenerationResult
+from engine.runtime.decode.sequence import Sequence
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.executor import BatchExecutor, ContinuousBatch
 from engine.runtime.schedule.request import BatchRequest
-from engine.runtime.schedule.row import PagedRow
 from tests.engine.loaded_tiny import NO_END, open_model, random_prompt
 from tests.engine.single_streams import Alone, rows_of
 from tests.engine.tiny_families import tiny_checkpoint
@@ -38,11 +38,11 @@ def _answers(
     answers: dict[int, GenerationResult] = {}
     seen: dict[int, list[torch.Tensor]] = {}
 
-    def choose(row: PagedRow, logits: torch.Tensor) -> int:
-        seen.setdefault(row.request.row, []).append(logits.float())
+    def choose(sequence: Sequence, logits: torch.Tensor) -> int:
+        seen.setdefault(sequence.request.row, []).append(logits[0].float())
         return int(logits.float().argmax())
 
-    monkeypatch.setattr("engine.runtime.schedule.continuous_batch._choose", choose)
+    monkeypatch.setattr(Sequence, "choose", choose)
     executor = BatchExecutor(loaded, policy)
     executor.run(iter(rows), lambda answer: answers.__setitem__(answer.row, answer))
     assert isinstance(executor._batch, ContinuousBatch)

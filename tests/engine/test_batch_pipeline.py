@@ -200,19 +200,19 @@ def _weights_sent(on_card: LoadedModel) -> tuple[int, int, DevicePipeline, int]:
     executor = BatchExecutor(on_card, _policy(CGOPIPE))
     batch = executor._batch
     assert isinstance(batch, ContinuousBatch)
-    pipeline = batch._model._pipeline
+    pipeline = batch.model._pipeline
     record = next(iter(pipeline.experts.cards[0].experts.sites.values())).experts.cache.layout.nbytes
     copies: list[CopyRecord] = []
     stop = card.copy_log.listen(copies.append)
     sweeps = 0
-    sweep = batch._model.sweep
+    sweep = batch.model.sweep
 
     def counted(work: list[Any]) -> Any:
         nonlocal sweeps
         sweeps += 1
         return sweep(work)
 
-    batch._model.sweep = counted  # type: ignore[method-assign]
+    batch.model.sweep = counted  # type: ignore[method-assign]
     executor.run(iter(_rows()), lambda answer: None)
     pipeline._attention.settle()
     card.synchronize()

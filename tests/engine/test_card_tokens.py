@@ -75,11 +75,13 @@ class OnCpu:
     @torch.inference_mode()
     def logits_of(self, model: LoadedModel, count: int = TOKENS) -> torch.Tensor:
         """The same of a model, after the CPU's prompt: prompts are not computed bit by bit alike everywhere."""
-        vocabulary, start = model.model.config.vocab_size, _PROMPT.shape[1]
+        vocabulary = model.model.config.vocab_size
         tokens = torch.randint(3, vocabulary, (count,), generator=torch.Generator().manual_seed(3))
         step, each = StepModel(model.model, model.context_tokens), PagedSequence(model.model, read=self.prompted.read)
         each.become(self.prompted)
-        return torch.cat([step(token.view(1, 1), each.next(1), start + at)[0] for at, token in enumerate(tokens)])
+        native = step.rows_of(1)
+        assert native is not None
+        return torch.cat([each.rows(native, token[None]) for token in tokens])
 
 
 @pytest.mark.takes_turns(3)

@@ -10,7 +10,7 @@ import pytest
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.protocol import ChatMessage
-from engine.runtime.decode.sequence import AnswerSequence
+from engine.runtime.decode.sequence import Sequence
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.request import BatchRequest
 from engine.runtime.schedule.scheduler import Scheduler
@@ -151,13 +151,14 @@ def test_the_repetition_penalty_leaves_earlier_turns_alone(loaded: LoadedModel) 
     chat = [question, ChatMessage("assistant", "A train is a train."), question]
     counted: list[list[int]] = []
 
-    class Counting(AnswerSequence):
-        def __init__(self, prefix: Any, *others: Any, earlier: int = 0, **named: Any) -> None:
-            counted.append(list(prefix[earlier:]))
-            super().__init__(prefix, *others, earlier=earlier, **named)
+    own = Sequence.begin
+
+    def begin(sequence: Sequence, prefix: list[int], *others: Any) -> None:
+        counted.append(prefix[sequence.earlier :])
+        own(sequence, prefix, *others)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.runtime.schedule.request.AnswerSequence", Counting)
+        patch.setattr(Sequence, "begin", begin)
         for penalty in (1.0, 1.3):
             for messages in ([question], chat):
                 session.generate(messages, SamplingParams(max_tokens=2, repetition_penalty=penalty))

@@ -322,10 +322,9 @@ def test_calls_whose_mark_is_an_ordinary_one_are_held_from_their_arguments_on(
     models: dict[str, Model], name: str, opens: str
 ) -> None:
     model = models[name]
-    held = model.begun([_WEATHER], ToolChoice(several=False))
-    assert held is not None
     for seed in range(5):
-        held.reset()
+        held = model.begun([_WEATHER], ToolChoice(several=False))
+        assert held is not None
         text = model.answer(held, opens, seed)
         (call,) = _read(model, [_WEATHER], text, is_call=False)
         jsonschema.validate(json.loads(call.arguments), json.loads(_WEATHER.parameters))

@@ -17,7 +17,7 @@ from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import RequestCancelled
 from engine.kernels.native.build import library_path
 from engine.planner.placement import NotEnoughRamError
-from engine.runtime.decode.drafter import Guess
+from engine.runtime.decode.speculation import Guess
 from engine.runtime.draft_head import draft_head_of
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.request import BatchRequest

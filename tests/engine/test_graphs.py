@@ -18,8 +18,8 @@ from engine.kernels.native.experts import MAX_TOKENS
 from engine.kernels.torch_experts import TorchExperts
 from engine.runtime.batch.policy import policy_for
 from engine.runtime.decode import graphs, pieces
-from engine.runtime.decode.drafter import Guess
 from engine.runtime.decode.graphs import GraphStep
+from engine.runtime.decode.speculation import Guess
 from engine.runtime.schedule import executor
 from engine.runtime.schedule.row import PagedRow
 from engine.runtime.telemetry.experts import RoutingRecorder

@@ -227,7 +227,7 @@ def test_a_file_gives_the_numbers_of_its_weights(
         assert "kept as" not in ours.info.device_note
         assert ours.model(input_ids=PROMPT).logits.dtype == torch.float32
         step = StepModel(ours.model, 64)
-        assert step._single._whole is not None  # whatever types are beside one another
+        assert step._native._whole is not None  # whatever types are beside one another
         with routes_of(ours.model) as routes:
             found = logits(ours.model)[0].float()
         one_by_one = torch.cat([each[0] for each in decoded_logits(ours.model)]).float()
@@ -299,7 +299,7 @@ def test_keys_and_values_of_latents_are_made_by_what_the_file_has(
         assert all(isinstance(module.__dict__["forward"], LatentHeads) for module in made)
         assert all(module.weight.numel() == 0 for module in made)
         step = StepModel(ours.model, 64)
-        assert step._single._whole is not None  # latent attention and a dense first layer are in the call
+        assert step._native._whole is not None  # latent attention and a dense first layer are in the call
         with routes_of(ours.model) as routes:
             found = ours.model(input_ids=PROMPT_IDS).logits[0].float()
         each = PagedSequence(ours.model)
@@ -324,7 +324,7 @@ def test_rows_and_columns_lie_in_the_files_order(name: str, tmp_path: Path) -> N
             assert all(isinstance(net.out_proj.__dict__["forward"], TurnedLinear) for net in nets)
         assert nets[0].num_v_heads > nets[0].num_k_heads > 1 or name == "qwen35"
         step = StepModel(ours.model, 64)
-        assert step._single._whole is not None
+        assert step._native._whole is not None
         ids = PROMPT_IDS
         with routes_of(ours.model) as routes:
             found = ours.model(input_ids=ids, cache=library_cache(ours.model), use_cache=True).logits[0].float()
@@ -344,7 +344,7 @@ def test_rows_below_one_another_stay_in_blocks(tmp_path: Path) -> None:
         shared = [layer.shared_mlp.input_linear for layer in ours.model.model.layers]
         assert all(isinstance(linear.__dict__["forward"], QuantisedLinear) for linear in shared)
         step = StepModel(ours.model, 64)
-        assert step._single._whole is not None
+        assert step._native._whole is not None
         each = PagedSequence(ours.model)
         rows = [step(PROMPT_IDS[:, at : at + 1], each.next(1), at)[0][0].float() for at in range(PROMPT_IDS.shape[1])]
         with routes_of(ours.model) as routes:

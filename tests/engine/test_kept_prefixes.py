@@ -196,14 +196,14 @@ def test_rows_of_a_file_find_what_chats_left(quick: LoadedModel) -> None:
     quick.kept = kept = PrefixCache(ROOT, 2**26)
     scheduler = Scheduler(quick)
     ask(scheduler, A[:180])
-    lane, answers = scheduler._job_lane(replace(POLICY, kv_type=quick.kv_type))[0], dict[int, GenerationResult]()
+    lane, answers = scheduler.job_lane(replace(POLICY, kv_type=quick.kv_type)), dict[int, GenerationResult]()
     prompts = [[*A[:150], *random_prompt(20, seed=seed)] for seed in range(3)]
     rows = [
         BatchRequest(n, ids=tuple(prompt), sampling=SamplingParams(max_tokens=8), end_ids=NO_END)
         for n, prompt in enumerate(prompts)
     ]
     before = kept.ram_bytes
-    prepared = map(Preparation(quick).prepare, rows)
+    prepared = Preparation(quick).rows(rows, pytest.fail, never)
     lane.run(prepared, lambda answer: answers.update({answer.row: answer}), never, never)
     lane.free()
     scheduler.close()

@@ -1,7 +1,5 @@
 """Rows of clients that come, watch and go: streamed, cancelled alone, and moved aside when pages run short."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -29,7 +27,7 @@ def _batch(executor: BatchExecutor) -> ContinuousBatch:
 
 def _small(loaded: LoadedModel, pages: int) -> BatchExecutor:
     executor = BatchExecutor(loaded, POLICY)
-    executor._batch = ContinuousBatch(_batch(executor)._model, POLICY, most_pages=pages)
+    executor._batch = ContinuousBatch(_batch(executor).model, POLICY, most_pages=pages)
     return executor
 
 
@@ -124,30 +122,6 @@ def test_the_next_turn_shares_the_pages_of_the_answer_before(mixtral: LoadedMode
     assert second.reused_tokens == (30 + 39) // PAGE_TOKENS * PAGE_TOKENS
     alone = Alone(mixtral).generate_from_ids(turn, SamplingParams(max_tokens=40), end_ids=NO_END)
     assert second.token_ids == alone.token_ids
-
-
-def test_a_source_may_pause_and_go_on(mixtral: LoadedModel) -> None:
-    class Arriving:
-        """Gives a row, pauses, and gives the next while the first is under way."""
-
-        def __init__(self) -> None:
-            self.asked = 0
-
-        def __iter__(self) -> Iterator[BatchRequest]:
-            return self
-
-        def __next__(self) -> BatchRequest:
-            self.asked += 1
-            if self.asked not in (1, 4):
-                raise StopIteration
-            ids = tuple(random_prompt(5, seed=self.asked))
-            return BatchRequest(self.asked, ids=ids, sampling=SamplingParams(max_tokens=9), end_ids=NO_END)
-
-    executor, answers = BatchExecutor(mixtral, POLICY), dict[int, GenerationResult]()
-    executor.run(Arriving(), lambda answer: answers.__setitem__(answer.row, answer))
-    assert set(answers) == {1, 4}
-    assert _batch(executor).most_rows == 2
-    executor.close()
 
 
 def test_chances_biases_and_openais_penalties(mixtral: LoadedModel) -> None:

@@ -13,8 +13,7 @@ from engine.devices.device import Device
 from engine.devices.host_memory import HostMemory
 from engine.devices.opening import CARD_KINDS
 from engine.runtime import engine as engine_module
-from engine.runtime import failback
-from engine.runtime.engine import Engine
+from engine.runtime.engine import Engine, Failback
 from engine.runtime.schedule.request import BatchRequest, Outcome
 from tests.engine.loaded_tiny import NO_END
 from tests.engine.on_devices import NEW_TOKENS, PROMPT, Reference, reference
@@ -95,7 +94,9 @@ def tokens(outcome: Outcome | None) -> list[int]:
     return list(outcome.token_ids)
 
 
-@pytest.mark.parametrize("call", [0, 4, *(pytest.param(call, marks=pytest.mark.exhaustive) for call in (1, 2, 9))])
+@pytest.mark.parametrize(
+    "call", [0, 4, *(pytest.param(call, marks=pytest.mark.exhaustive) for call in (1, 2, NEW_TOKENS - 1))]
+)
 @pytest.mark.parametrize("count", [1, 3])
 def test_answers_go_on_where_they_were(
     engine: Engine, card: Card, expected: Reference, call: int, count: int, caplog: pytest.LogCaptureFixture
@@ -156,7 +157,7 @@ def test_a_model_that_does_not_fit_without_the_card(
 def test_the_model_returns_once_the_card_responds_again(
     engine: Engine, card: Card, expected: Reference, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(failback, "FIRST_S", 0.0)
+    monkeypatch.setattr("engine.runtime.engine._FIRST_S", 0.0)
     moved: list[ModelInfo] = []
     before = engine.info
     assert before is not None
@@ -182,8 +183,8 @@ def test_a_card_that_only_another_process_can_use_is_offered_once(
     proofs = [[CardProof("Fake", "unknown error")], None, [CardProof("Fake")]]
     back = engine._failback
     back._prove = lambda: proofs.pop(0)
-    monkeypatch.setattr(failback, "FIRST_S", 0.0)
-    monkeypatch.setattr(failback, "_MOST_S", 0.0)
+    monkeypatch.setattr("engine.runtime.engine._FIRST_S", 0.0)
+    monkeypatch.setattr("engine.runtime.engine._MOST_S", 0.0)
     card.fails_at(engine, 2)
     assert tokens(ask(engine, [PROMPT])[0]) == expected.first
     card.torch.broken = FAULT
@@ -201,7 +202,7 @@ def test_a_card_that_only_another_process_can_use_is_offered_once(
 def test_where_it_cannot_be_loaded_on_the_card_again_the_cpu_goes_on(
     engine: Engine, card: Card, expected: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(failback, "FIRST_S", 0.0)
+    monkeypatch.setattr("engine.runtime.engine._FIRST_S", 0.0)
     moved: list[ModelInfo] = []
     engine.on_moved = moved.append
     card.fails_at(engine, 2)
@@ -230,7 +231,8 @@ def test_a_card_is_asked_ever_less_often(engine: Engine, card: Card) -> None:
         opened.append(now_s)
         raise EngineError(ErrorCode.DEVICE_UNAVAILABLE, "It is not there.")
 
-    back = failback.Failback(engine._loaded.devices, refuse, lambda: None)
+    back = Failback(engine._loaded.devices, refuse)
+    back._prove = lambda: None
     now_s = 0.0
     assert not back.is_open(now_s)
     back.left(now_s, is_lost=True)

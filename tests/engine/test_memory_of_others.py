@@ -14,7 +14,6 @@ from engine.devices.card import HEADROOM_BYTES, CardKind, hard_fraction, open_ca
 from engine.devices.host_memory import HostMemory, allocate_host
 from engine.devices.memory_budget import CALM_LOOKS, LOOK_EVERY_S, MemoryBudget, MemoryCategory, MemoryWatch, Room
 from engine.hardware.dxgi import ProcessMemory
-from engine.runtime import failback
 from engine.runtime.engine import Engine
 from tests.engine.on_devices import MIB, PROMPT, Reference, reference
 from tests.engine.test_lost_card import ask, tokens
@@ -272,7 +271,7 @@ def test_where_a_program_takes_everything_answers_go_on_on_the_cpu(
         assert "Other programs use the graphics card's memory, so the model runs on the CPU" in said[-1].device_note
         assert len(said) <= 2  # that experts had to go, and that it did not help
         if count == 1:  # it returns once there is room for half of its experts
-            monkeypatch.setattr(failback, "FIRST_S", 0.0)
+            monkeypatch.setattr("engine.runtime.engine._FIRST_S", 0.0)
             engine._failback.left(0.0, is_lost=False)
             emulated.OTHERS["emulated:slow-link#0"] = 2**40
             assert tokens(ask(engine, [PROMPT])[0]) == expected.first

@@ -20,9 +20,8 @@ from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.paged_steps import PagedSteps
 from engine.runtime.decode.sampling import make_chooser, penalise_repetition
-from engine.runtime.decode.sequence import AnswerSequence, SequenceError, of_one
+from engine.runtime.decode.sequence import Sequence, SequenceError, of_one
 from engine.runtime.decode.speculation import Speculation
-from engine.runtime.decode.split_answer import SplitAnswer
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.executor import BatchExecutor
 from engine.runtime.schedule.request import BatchRequest
@@ -66,9 +65,6 @@ class Free:
     def accept(self, token_id: int) -> bool:
         return False
 
-    def reset(self) -> None:
-        pass
-
 
 class Nothing(Free):
     """Allows no token from the fourth on."""
@@ -81,8 +77,8 @@ class Nothing(Free):
         return torch.full_like(logits, -torch.inf) if self._calls > 3 else logits
 
 
-def _logits(value: float) -> Callable[[AnswerSequence], None]:
-    def spoil(sequence: AnswerSequence) -> None:
+def _logits(value: float) -> Callable[[Sequence], None]:
+    def spoil(sequence: Sequence) -> None:
         choose, calls = sequence.choose, 0
 
         def chooses(logits: torch.Tensor) -> torch.Tensor:
@@ -98,18 +94,17 @@ def _logits(value: float) -> Callable[[AnswerSequence], None]:
     return spoil
 
 
-def _part(of: str, name: str) -> Callable[[AnswerSequence], None]:
-    def spoil(sequence: AnswerSequence) -> None:
+def _part(of: str, name: str) -> Callable[[Sequence], None]:
+    def spoil(sequence: Sequence) -> None:
         part = getattr(sequence, of) if of else sequence
         setattr(part, name, failing(getattr(part, name)))
 
     return spoil
 
 
-IN_SEQUENCE: dict[str, Callable[[AnswerSequence], None]] = {
+IN_SEQUENCE: dict[str, Callable[[Sequence], None]] = {
     "sample": _part("", "_choose"),
     "penalise": _part("_dry", "apply"),
-    "remember": _part("_seen", "append"),
     "detokenise": _part("_detokenizer", "feed"),
     "stop": _part("_stops", "feed"),
     "take": _part("", "take"),
@@ -139,16 +134,17 @@ def _poisoned(number: int, step: str, patch: pytest.MonkeyPatch) -> BatchRequest
     request = _request(number, greedy=False, seed=POISON)
     if step in IN_REQUEST:
         return IN_REQUEST[step](request)
-    own = AnswerSequence.__init__
+    own = Sequence.begin
 
-    def begins(sequence: AnswerSequence, prefix: Any, sampling: SamplingParams, *args: Any, **options: Any) -> None:
-        if step == "begin" and sampling.seed == POISON:
+    def begins(sequence: Sequence, *args: Any) -> None:
+        is_poisoned = sequence.request.sampling.seed == POISON
+        if step == "begin" and is_poisoned:
             raise FaultError
-        own(sequence, prefix, sampling, *args, **options)
-        if sampling.seed == POISON:
+        own(sequence, *args)
+        if is_poisoned:
             IN_SEQUENCE[step](sequence)
 
-    patch.setattr(AnswerSequence, "__init__", begins)
+    patch.setattr(Sequence, "begin", begins)
     return request
 
 
@@ -233,12 +229,15 @@ def test_rows_of_a_job(
 
 
 def test_a_row_whose_answer_cannot_be_read_fails_alone(mixtral: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    def end(split: SplitAnswer) -> None:
-        if len(split.text) > 0 and split._tokens == 3:
-            raise FaultError
+    own = Sequence._end_reading
 
-    monkeypatch.setattr(SplitAnswer, "end", end)
-    rows = ModelRows(BatchExecutor(mixtral), never_constrained, "mixtral")
+    def end(sequence: Sequence) -> None:
+        if sequence._reader is not None and sequence.told == 3:
+            sequence._reader.end = failing(sequence._reader.end, 0)  # type: ignore[method-assign]
+        own(sequence)
+
+    monkeypatch.setattr(Sequence, "_end_reading", end)
+    rows = ModelRows(BatchExecutor(mixtral), never_constrained)
     answers = dict[int, Answer]()
 
     def asked() -> Iterator[RowRequest]:

@@ -76,6 +76,11 @@ class _Row:
     """Whether it has no pages reserved, and must not take any."""
 
 
+def _sequence(prompt: list[int], ids: list[int], most: int) -> Any:
+    request = SimpleNamespace(row=0, chat="", on_reused=None, repeats=False)
+    return SimpleNamespace(request=request, prompt=prompt, layout=None, ids=ids, max_tokens=most)
+
+
 class PagesInAnyOrder(RuleBasedStateMachine):
     """Rows that begin, share, read, answer, step aside, take over and end, over one pool."""
 
@@ -140,9 +145,7 @@ class PagesInAnyOrder(RuleBasedStateMachine):
     def begin(self, beginning: list[int], rest: list[int], most: int, ahead: int | None, kind: int) -> None:
         ids: list[int] = []
         prompt = [*beginning, *rest]
-        request: Any = SimpleNamespace(row=0, chat="", on_reused=None, repeats=False)
-        sequence: Any = SimpleNamespace(ids=ids)
-        row = PagedRow(request, prompt, sequence, most, self.pool, ahead, 0.0, self.kinds[kind])
+        row = PagedRow(_sequence(prompt, ids, most), self.pool, self.kinds[kind], ahead)
         if row.reserve():
             self.alive.append(_Row(row, ids, kind))
 
@@ -534,10 +537,8 @@ class _Refusing(_Room):
 def _refusing(state_weight: int, sizes: PageSizes) -> tuple[PagePool, PagedRow]:
     pool = PagePool(40, state_weight, sizes)
     pool.room = _Refusing()
-    request: Any = SimpleNamespace(row=0, chat="", on_reused=None, repeats=False)
-    sequence: Any = SimpleNamespace(ids=[])
     kind = PageKind(window=sizes.window_tokens, at_once=_AT_ONCE)
-    row = PagedRow(request, [1] * 3 * PAGE_TOKENS, sequence, 4, pool, None, 0.0, kind)
+    row = PagedRow(_sequence([1] * 3 * PAGE_TOKENS, [], 4), pool, kind)
     assert row.reserve()
     return pool, row
 

@@ -166,7 +166,7 @@ def test_who_comes_meanwhile_does_not_wait_for_a_sweep_with_guests(
     sweeps = list[int]()
 
     def arrive() -> bool:
-        lanes = scheduler._beside()
+        lanes = scheduler._beside
         if not sweeps and lanes and lanes[0].has_piggybacked:
             sweeps.append(len(watched.piggybacked))
             scheduler.submit(second.request(), second.ends.append)

@@ -18,6 +18,7 @@ from transformers import (
 
 from engine.common.config import SamplingParams
 from engine.runtime.decode.beam_search import BeamResult, beam_search, decode_beams
+from engine.runtime.decode.generation import BatchRequest
 from engine.runtime.decode.sampling import (
     Breakers,
     DryPenalty,
@@ -29,7 +30,7 @@ from engine.runtime.decode.sampling import (
     penalise_repetition,
     seeded_generator,
 )
-from engine.runtime.decode.sequence import AnswerLimits, AnswerSequence
+from engine.runtime.decode.sequence import Sequence as Answer
 from engine.runtime.loaded_model import LoadedModel
 from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt, tiny_loaded, tiny_tokenizer
 from tests.engine.single_streams import Alone, search_over
@@ -309,9 +310,11 @@ def test_the_default_breakers_of_a_real_vocabulary() -> None:
 # --- in answers -----------------------------------------------------------------------------------
 
 
-def _sequence(prefix: list[int], sampling: SamplingParams, constraint: Any = None) -> AnswerSequence:
-    limits = AnswerLimits.within(99, sampling, frozenset({0}), ())
-    return AnswerSequence(prefix, sampling, limits, tiny_tokenizer(), constraint)
+def _sequence(prefix: list[int], sampling: SamplingParams, constraint: Any = None) -> Answer:
+    sequence = Answer(BatchRequest(0, sampling=sampling))
+    sequence.prepared(prefix, tiny_tokenizer(), 99, frozenset({0}), (), constraint)
+    sequence.begin(prefix)
+    return sequence
 
 
 STRONG = SamplingParams(dry_multiplier=50.0, dry_breakers=(), dry_range=1000)
@@ -411,11 +414,12 @@ class _Looping:
 def test_beams_are_penalised_by_their_own_tokens(multiplier: float) -> None:
     model: Any = _Looping()
     sampling = SamplingParams(beams=2, max_tokens=24, dry_multiplier=multiplier, dry_breakers=())
-    limits = AnswerLimits.within(99, sampling, NO_IDS, ())
+    asked = Answer(BatchRequest(0, sampling=sampling))
+    asked.prepared([], tiny_tokenizer(), 99, NO_IDS)
     first = model.logits(torch.tensor([[3]]))
-    search = decode_beams(first, sampling, limits, [], tiny_tokenizer(), lambda _text, _count: None, lambda: False)
-    said = search_over(model, search, first.device)
-    assert (said.ids == [0, 1, 2, 3] * 6) == (multiplier == 0)
+    search = decode_beams(first, asked, [])
+    search_over(model, search, first.device)
+    assert (asked.ids == [0, 1, 2, 3] * 6) == (multiplier == 0)
 
 
 def test_greedy_with_dry_ends_a_loop_and_without_it_is_unchanged(loaded: LoadedModel) -> None:

@@ -240,7 +240,7 @@ def test_what_cannot_be_answered_is_told_and_harms_no_other(family: str, monkeyp
     assert ends["too long"].code is ErrorCode.PROMPT_TOO_LONG
     assert isinstance(ends["fits"], GenerationResult)
 
-    def fails(*_args: object) -> torch.Tensor:
+    def fails(*_args: object, **_options: object) -> torch.Tensor:
         raise EngineError(ErrorCode.DEVICE_UNAVAILABLE, "The card is gone.")
 
     def fails_for_one(steps: PagedSteps, ids: Sequence[int], pieces: Sequence[Piece], *more: Any) -> torch.Tensor:
@@ -259,7 +259,7 @@ def test_what_cannot_be_answered_is_told_and_harms_no_other(family: str, monkeyp
     assert isinstance(ends["beside it"], GenerationResult)
     assert [answers[n].error is not None for n in range(2)] == [has_own, False]
     with monkeypatch.context() as patched:
-        patched.setattr(ContinuousBatch, "sweep", fails)
+        patched.setattr(ContinuousBatch, "go_on", fails)
         ask("again", tuple(random_prompt(5)))
         ask("with it", tuple(random_prompt(6)))
         scheduler.serve()

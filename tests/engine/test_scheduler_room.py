@@ -13,6 +13,7 @@ from engine.kernels.native.paged_attention import PAGE_TOKENS
 from engine.runtime.batch.packed_sweep import PackedModel, Work
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.generation import GenerationResult
+from engine.runtime.decode.sequence import Sequence
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.continuous_batch import ContinuousBatch, RowSource
 from engine.runtime.schedule.request import BatchRequest, Outcome, Preparation
@@ -123,7 +124,7 @@ def test_a_prompt_without_memory_waits_for_those_who_hold_it(
     scheduler.submit(asked[0], lambda outcome: ends.__setitem__(0, outcome))
 
     def joins() -> bool:
-        if not refused and scheduler._batch is not None and scheduler._batch.in_progress:
+        if not refused and scheduler._batch is not None and scheduler._batch.rows:
             scheduler.submit(asked[1], lambda outcome: ends.__setitem__(1, outcome))
             refused.append(0)
         return False
@@ -142,9 +143,9 @@ def test_a_prompt_without_memory_waits_for_those_who_hold_it(
 def test_a_row_of_a_job_that_rests_keeps_no_other_out(mixtral: LoadedModel) -> None:
     policy, answers = replace(POLICY, ahead=None), list[GenerationResult]()
     batch = ContinuousBatch(PackedModel(mixtral, policy), policy, most_pages=7)
-    prepare = Preparation(mixtral).prepare
-    rests = RowSource(iter([prepare(asked_for(1, (40, 20))), prepare(asked_for(2, (100, 20)))]), answers.append)
-    other = RowSource(iter([prepare(asked_for(3, (100, 20)))]), answers.append)
+    shapes = enumerate([(40, 20), (100, 20), (100, 20)], 1)
+    *first, last = (Preparation(mixtral).prepare(Sequence(asked_for(*each))) for each in shapes)
+    rests, other = (RowSource(iter(each), answers.append) for each in (first, [last]))
     batch.sources.append(rests)
     looks = iter(range(14))
     batch.go_on(lambda: next(looks, None) is None)
@@ -166,9 +167,10 @@ def test_a_row_of_a_job_that_rests_keeps_no_other_out(mixtral: LoadedModel) -> N
 def test_rows_of_jobs_step_aside_for_chats(mixtral: LoadedModel) -> None:
     scheduler, answers, ends = Scheduler(mixtral), dict[int, GenerationResult](), list[Outcome]()
     above = scheduler._batch = ContinuousBatch(PackedModel(mixtral, POLICY), POLICY, most_pages=8)
-    lane, _ = scheduler._job_lane(replace(POLICY, ahead=None, kv_type=mixtral.kv_type))
+    lane = scheduler.job_lane(replace(POLICY, ahead=None, kv_type=mixtral.kv_type))
     assert isinstance(lane, ContinuousBatch)
-    rows = iter([Preparation(mixtral).prepare(replace(asked_for(number, (40, 20)), row=number)) for number in range(4)])
+    asked = [Sequence(replace(asked_for(number, (40, 20)), row=number)) for number in range(4)]
+    rows = map(Preparation(mixtral).prepare, asked)
     lane.sources.append(RowSource(rows, lambda answer: answers.__setitem__(answer.row, answer)))
     looks = iter(range(14))
     lane.go_on(lambda: next(looks, None) is None)

@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.common.config import SamplingParams
 from engine.runtime.decode.detokenizer import IncrementalDetokenizer, decode_text, token_bytes
-from engine.runtime.decode.sequence import AnswerLimits, AnswerSequence, StopStrings, end_token_ids
+from engine.runtime.decode.generation import BatchRequest
+from engine.runtime.decode.sequence import Sequence, StopStrings, end_token_ids
 from tests.engine.loaded_tiny import tiny_tokenizer
 
 LETTERS = st.text("abc", max_size=30)
@@ -93,13 +94,13 @@ def test_gpt_oss_messages_do_not_end_the_answer() -> None:
     assert end_token_ids(_model(None), tokenizer) == {6}
 
 
-def _sequence(
-    words: str, *, stop: tuple[str, ...] = (), room: int = 99, **sampling: Any
-) -> tuple[AnswerSequence, list[int]]:
+def _sequence(words: str, *, stop: tuple[str, ...] = (), room: int = 99, **sampling: Any) -> tuple[Sequence, list[int]]:
     tokenizer: Any = tiny_tokenizer()
     ids = tokenizer.encode(words, add_special_tokens=False)
-    asked = SamplingParams(**sampling)
-    return AnswerSequence([5], asked, AnswerLimits.within(room, asked, frozenset({0}), stop), tokenizer), ids
+    sequence = Sequence(BatchRequest(0, sampling=SamplingParams(**sampling)))
+    sequence.prepared([5], tokenizer, room, frozenset({0}), stop)
+    sequence.begin([5])
+    return sequence, ids
 
 
 def test_the_pieces_of_an_answer_are_its_text_and_an_end_token_is_not_shown() -> None:

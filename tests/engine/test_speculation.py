@@ -14,10 +14,9 @@ from engine.common import clock
 from engine.common.config import SamplingParams
 from engine.kernels.native.build import library_path
 from engine.runtime.decode.constrained import ConstrainedAnswers
-from engine.runtime.decode.drafter import Guess
-from engine.runtime.decode.generation import ChanceLog, GenerationResult
-from engine.runtime.decode.sequence import AnswerLimits, AnswerSequence
-from engine.runtime.decode.speculation import Speculation, StepPrices
+from engine.runtime.decode.generation import BatchRequest, ChanceLog, GenerationResult
+from engine.runtime.decode.sequence import Sequence as Answer
+from engine.runtime.decode.speculation import Guess, Speculation, StepPrices
 from engine.runtime.loaded_model import LoadedModel
 from engine.telemetry.lanes import DECODE
 from engine.telemetry.recorder import RECORDER
@@ -144,10 +143,11 @@ class Eager(StepPrices):
 
 
 def _decoded(session: Any, prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
-    limits = AnswerLimits(NO_END, (), sampling.max_tokens, "length")
     scripted = session if isinstance(session, ScriptedSession) else session._session
     logits = scripted.logits(len(prompt))[None]
-    answer = AnswerSequence(prompt, sampling, limits, tiny_tokenizer())
+    answer = Answer(BatchRequest(0, sampling=sampling))
+    answer.prepared(list(prompt), tiny_tokenizer(), sampling.max_tokens, NO_END)
+    answer.begin(list(prompt))
     while answer.take(int(token := answer.choose(logits)))[1] is None:
         logits = session.step(token, int(token))
     return answer.ids

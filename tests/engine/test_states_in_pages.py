@@ -22,9 +22,9 @@ from engine.kernels.native.library import load_kernels
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode import speculation
 from engine.runtime.decode.beam_search import beam_search
-from engine.runtime.decode.drafter import Guess
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.paged_steps import PagedSteps
+from engine.runtime.decode.speculation import Guess
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.prefix_cache.blocks import BlockLayout
 from engine.runtime.prefix_cache.files import SpillFiles

@@ -19,7 +19,7 @@ from engine.formats.ggml import GGML
 from engine.formats.tiles import RecordLayout, TiledMatrix, TiledShape, dequantise
 from engine.kernels.native.linear import QuantisedLinear
 from engine.kernels.repack import Blocks, repack
-from engine.runtime.fast_path.grouped_attention import GroupedAttention
+from engine.runtime.fast_path.attention import GroupedAttention
 from engine.runtime.load import records as making
 from engine.runtime.load.model import load_model
 from tests.engine.loaded_tiny import opened_model

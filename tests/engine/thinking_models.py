@@ -9,7 +9,7 @@ import torch
 from transformers import AutoTokenizer
 
 from engine.families.replies import HARMONY_MARKS
-from engine.runtime.decode.sequence import AnswerSequence
+from engine.runtime.decode.sequence import Sequence
 from tests.engine.tiny_families import tiny_checkpoint
 from tests.engine.tiny_tokenizer import TEMPLATE
 
@@ -40,21 +40,19 @@ def write_for(monkeypatch: pytest.MonkeyPatch, text_after: Callable[[str], str])
     Where a constraint does not allow a token of that, the likeliest one that it allows comes instead.
     """
     scripts: dict[int, list[int]] = {}
-    begin = AnswerSequence.__init__
+    begin = Sequence.begin
 
-    def begins(
-        self: AnswerSequence, prefix: Any, sampling: Any, limits: Any, tokenizer: Any, *rest: Any, **more: Any
-    ) -> None:
-        begin(self, prefix, sampling, limits, tokenizer, *rest, **more)
-        text = text_after(tokenizer.decode(list(prefix)))
-        scripts[id(self)] = [*tokenizer(text, add_special_tokens=False)["input_ids"], *limits.end_ids][:999]
+    def begins(self: Sequence, prefix: list[int], *rest: Any) -> None:
+        begin(self, prefix, *rest)
+        text = text_after(self.tokenizer.decode(prefix))
+        scripts[id(self)] = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], *self.end_ids][:999]
         self.is_greedy = False
 
-    def choose(self: AnswerSequence, logits: torch.Tensor) -> torch.Tensor:
+    def choose(self: Sequence, logits: torch.Tensor) -> torch.Tensor:
         allowed = self._changed(logits)[0]
         script = scripts[id(self)]
         token = script[len(self.ids)] if len(self.ids) < len(script) else 0
         return torch.tensor([[token if allowed[token] > float("-inf") else int(allowed.argmax())]])
 
-    monkeypatch.setattr(AnswerSequence, "__init__", begins)
-    monkeypatch.setattr(AnswerSequence, "choose", choose)
+    monkeypatch.setattr(Sequence, "begin", begins)
+    monkeypatch.setattr(Sequence, "choose", choose)

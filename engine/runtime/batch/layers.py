@@ -31,9 +31,8 @@ from engine.kernels.native.structs import PagesStruct, SparseBlockStruct
 from engine.runtime.batch.packed_attention import PagedStates
 from engine.runtime.decode.step_model import TokenStep
 from engine.runtime.decoder_layers import decoder_layers
+from engine.runtime.fast_path.attention import GroupedAttention, LatentAttention, attention_struct
 from engine.runtime.fast_path.decoder_layer import SingleTokenLayer, knows_layer
-from engine.runtime.fast_path.grouped_attention import GroupedAttention, attention_struct
-from engine.runtime.fast_path.latent_attention import LatentAttention
 from engine.runtime.fast_path.norms import LayerNorms, add_mlp, mlp_of, multiple_of
 from engine.runtime.fast_path.sparse_block import SparseBlock, shared_expert_of
 from engine.runtime.fast_path.state_mixer import StateMixer

@@ -12,7 +12,6 @@ from engine.jobs.rows import BatchOutcome, Check, RowCallback
 from engine.runtime.decode.constrained import ConstrainedAnswer, ConstrainedAnswers
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.sequence import SequenceError, of_one
-from engine.runtime.decode.split_answer import SplitAnswer
 from engine.runtime.schedule.background import JobRows
 from engine.runtime.schedule.executor import BatchExecutor
 from engine.runtime.schedule.request import BatchRequest
@@ -30,7 +29,6 @@ class ModelRows:
     Args:
         executor: closed with this.
         make_constrained: creates what enforces schemas; called once, if a row needs it.
-        family: the model's, whose answers are told apart from its reasoning.
         elsewhere: told what went wrong; what rows go on with, or None if they do not.
     """
 
@@ -38,13 +36,11 @@ class ModelRows:
         self,
         executor: BatchExecutor | JobRows,
         make_constrained: Callable[[], ConstrainedAnswers],
-        family: str,
         elsewhere: Elsewhere = nowhere,
     ) -> None:
-        self._executor, self._make_constrained, self._family = executor, make_constrained, family
-        self._elsewhere = elsewhere
+        self._executor, self._make_constrained, self._elsewhere = executor, make_constrained, elsewhere
         self._constrained: ConstrainedAnswers | None = None
-        self._under_way: dict[int, tuple[RowRequest, SplitAnswer, ConstrainedAnswer | None]] = {}
+        self._under_way: dict[int, tuple[RowRequest, ConstrainedAnswer | None]] = {}
 
     @property
     def note(self) -> str:
@@ -80,10 +76,10 @@ class ModelRows:
                     self._executor.close()
                 if (other := self._elsewhere(error)) is None:
                     raise
-                rows = chain([asked for asked, _, _ in self._under_way.values()], rows)
+                rows = chain([asked for asked, _ in self._under_way.values()], rows)
                 self._under_way, self._constrained = {}, None
                 self._executor, self._elsewhere = other._executor, other._elsewhere
-                self._make_constrained, self._family = other._make_constrained, other._family
+                self._make_constrained = other._make_constrained
 
     def close(self) -> None:
         """Frees what the executor holds."""
@@ -97,11 +93,8 @@ class ModelRows:
             except SequenceError as error:
                 on_row(failed(asked.row, error.message))
                 continue
-            split = SplitAnswer(self._family)
-            self._under_way[asked.row] = asked, split, constraint
-            yield BatchRequest(
-                asked.row, asked.messages, sampling=asked.sampling, constraint=constraint, on_prepared=split.begin
-            )
+            self._under_way[asked.row] = asked, constraint
+            yield BatchRequest(asked.row, asked.messages, sampling=asked.sampling, constraint=constraint, splits=True)
 
     def _begun(self, asked: RowRequest) -> ConstrainedAnswer | None:
         if asked.constraint is None:
@@ -111,22 +104,20 @@ class ModelRows:
         return self._constrained.begin(asked.constraint)
 
     def _answer(self, answer: GenerationResult) -> Answer:
-        _, split, constraint = self._under_way.pop(answer.row)
+        _, constraint = self._under_way.pop(answer.row)
         error, is_complete = answer.error, False
         try:
             with of_one():
-                split.take(answer.text, answer.generated_tokens)
-                split.end()
                 is_complete = constraint is None or constraint.complete
         except SequenceError as unreadable:
             error = error or unreadable
         return Answer(
             answer.row,
-            split.text,
+            answer.text,
             answer.finish_reason if error is None else "failed",
             answer.prompt_tokens,
             answer.generated_tokens,
             error.message if error is not None else "",
-            split.reasoning,
+            answer.reasoning,
             is_complete=is_complete,
         )

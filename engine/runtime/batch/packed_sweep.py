@@ -29,11 +29,12 @@ from engine.runtime.batch.pipeline.device_pipeline import KEPT_PAGES, DevicePipe
 from engine.runtime.batch.pipeline.paged import PagedAttention, PlacedRows
 from engine.runtime.batch.policy import BatchPolicy, PlanOutdatedError, ScheduleChoice, why_not_packed
 from engine.runtime.batch.row_mixers import RowMixers
-from engine.runtime.decode.drafter import Guess
 from engine.runtime.decode.encoder_decoder import decoder_start
 from engine.runtime.decode.generation import ignore_progress
 from engine.runtime.decode.paged_steps import PagedSteps, has_pages, packs_mixers
 from engine.runtime.decode.pieces import PromptPieces
+from engine.runtime.decode.sequence import Sequence as Answer
+from engine.runtime.decode.speculation import Guess
 from engine.runtime.decode.step_model import StepModel
 from engine.runtime.kv.layers import library_cache
 from engine.runtime.kv.library_attention import attending_by, configs_of
@@ -50,7 +51,6 @@ from engine.runtime.kv.reuse import (
 from engine.runtime.load.devices import PageRoom
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.pictures import Layout, PromptPart, Sight
-from engine.runtime.schedule.request import PreparedRow
 from engine.runtime.schedule.row import PagedRow
 from engine.telemetry.recorder import RECORDER
 
@@ -95,6 +95,10 @@ class Work:
     def is_certain(self) -> bool:
         """Whether all of it stays: its state can be written over."""
         return self.is_exact and not self.row.is_reading and self.guess is None
+
+    @property
+    def reads_exactly(self) -> bool:
+        return self.is_exact and self.row.is_reading
 
     @property
     def ids(self) -> list[int]:
@@ -251,9 +255,9 @@ class PackedModel:
         """Whether a row is to be computed as it would be another time; on a card none can be."""
         return row.request.repeats and self._loaded.devices is None and self._loaded.device.type == "cpu"
 
-    def answer_prefix(self, new: PreparedRow) -> list[int]:
+    def answer_prefix(self, new: Answer) -> list[int]:
         """The tokens that an answer continues."""
-        return [decoder_start(self._loaded.model)] if self._encodes else new.text
+        return [decoder_start(self._loaded.model)] if self._encodes else new.known_prompt
 
     def _slides(self) -> bool:
         """Whether layers with a window have pages of their own."""

@@ -144,7 +144,7 @@ def open_rows(
 
 def rows_of(executor: BatchExecutor | JobRows, loaded: LoadedModel, elsewhere: Elsewhere = nowhere) -> ModelRows:
     """A job's rows as a loaded model answers them."""
-    return ModelRows(executor, lambda: ConstrainedAnswers.of(loaded), loaded.info.family, elsewhere)
+    return ModelRows(executor, lambda: ConstrainedAnswers.of(loaded), elsewhere)
 
 
 def run_sample(prepared: PreparedJob, loaded: LoadedModel, rows: int, watcher: JobWatcher) -> None:

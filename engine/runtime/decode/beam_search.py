@@ -7,7 +7,7 @@ instead of copied sequences, and caches are reordered only when beams change pla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,11 +15,9 @@ import torch
 
 from engine.common.chat import FinishReason
 from engine.common.config import SamplingParams
-from engine.common.errors import CancelCheck
 from engine.runtime.decode.detokenizer import decode_text
-from engine.runtime.decode.generation import Decoded, TextCallback
 from engine.runtime.decode.sampling import penalise_repetition
-from engine.runtime.decode.sequence import AnswerLimits, StopStrings, alone_with, check_finite, dry_penalty, of_one
+from engine.runtime.decode.sequence import Sequence, StopStrings, alone_with, check_finite, dry_penalty, of_one
 
 _NEVER = -1.0e9
 """Score of what must not be chosen, as in transformers."""
@@ -73,39 +71,37 @@ class BeamResult:
     cancelled: bool
 
 
-def decode_beams(
-    logits: torch.Tensor,
-    sampling: SamplingParams,
-    limits: AnswerLimits,
-    prefix: Sequence[int],
-    tokenizer: Any,
-    on_text: TextCallback,
-    cancelled: CancelCheck,
-    *,
-    earlier: int = 0,
-) -> Beams[Decoded]:
-    """The best answer from logits [1, V] after a prompt; its text comes at the end, since until then another beam may
-    win.
+def decode_beams(logits: torch.Tensor, asked: Sequence, prefix: list[int]) -> Beams[FinishReason]:
+    """Finds the best answer from logits [1, V] after a prompt, and why it ends; its text comes at the end, since until
+    then another beam may win.
 
     Args:
-        prefix, earlier: see `AnswerSequence`.
+        prefix: tokens that it continues.
     """
+    sampling, tokenizer, end_ids = asked.request.sampling, asked.tokenizer, asked.end_ids
+
+    # A token is at least a byte, but for special ones: the end of the answer that can hold a new stop string.
+    tail = max((len(text.encode()) for text in asked.stop), default=0) + 16
+
+    def ends_in_stop(ids: list[int]) -> bool:
+        text = decode_text(tokenizer, ids[-tail:])
+        return any(entry in text for entry in asked.stop)
 
     def after_step(length: int) -> bool:
-        on_text("", length)
-        return cancelled()
+        asked.tell("", length)
+        return asked.request.cancelled()
 
     result = yield from beam_search(
         logits,
         width=sampling.beams,
-        max_tokens=limits.max_tokens,
-        end_ids=limits.end_ids,
-        adjust=_beam_penalties(prefix, earlier, sampling, limits.end_ids, tokenizer),
-        ends_in_stop=_stop_check(tokenizer, limits.stop),
+        max_tokens=asked.max_tokens,
+        end_ids=end_ids,
+        adjust=_beam_penalties(prefix, asked.earlier, sampling, end_ids, tokenizer),
+        ends_in_stop=alone_with(ends_in_stop) if asked.stop else None,
         after_step=alone_with(after_step),
     )
-    stops = StopStrings(limits.stop)
-    ids = [token for token in result.ids if token not in limits.end_ids]
+    stops = StopStrings(asked.stop)
+    ids = [token for token in result.ids if token not in end_ids]
     text, stopped = stops.feed(alone_with(decode_text)(tokenizer, ids))
     if not stopped:
         text += stops.flush()
@@ -115,9 +111,10 @@ def decode_beams(
     elif stopped:
         reason = "stop_string"
     else:
-        reason = "stop" if result.finished else limits.reached
-    on_text(text, len(result.ids))
-    return Decoded(result.ids, text, reason)
+        reason = "stop" if result.finished else asked.reached
+    asked.tell(text, len(result.ids))
+    asked.become(result.ids, text)
+    return reason
 
 
 def beam_search(
@@ -212,7 +209,7 @@ def _best(
 
 
 def _beam_penalties(
-    prefix: Sequence[int], earlier: int, sampling: SamplingParams, end_ids: frozenset[int], tokenizer: Any
+    prefix: list[int], earlier: int, sampling: SamplingParams, end_ids: frozenset[int], tokenizer: Any
 ) -> Callable[[torch.Tensor, list[list[int]]], torch.Tensor] | None:
     """Repetition penalty and DRY, each beam by its own tokens; end tokens are never penalised."""
     penalty = sampling.repetition_penalty
@@ -235,16 +232,3 @@ def _beam_penalties(
         return torch.cat(rows)
 
     return alone_with(adjust)
-
-
-def _stop_check(tokenizer: Any, stop: tuple[str, ...]) -> Callable[[list[int]], bool] | None:
-    if not stop:
-        return None
-    # A token is at least a byte, but for special ones: the end of the answer that can hold a new stop string.
-    tail = max(len(text.encode()) for text in stop) + 16
-
-    def ends_in_stop(ids: list[int]) -> bool:
-        text = decode_text(tokenizer, ids[-tail:])
-        return any(entry in text for entry in stop)
-
-    return alone_with(ends_in_stop)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,10 +11,18 @@ import torch
 
 from engine.batch_files.rows import Constraint, grammar_of, unfit
 from engine.common.errors import EngineError, ErrorCode
+from engine.runtime.decode.detokenizer import IncrementalDetokenizer
 from engine.runtime.decode.sequence import end_token_ids
 
 if TYPE_CHECKING:
+    from engine.runtime.decode.generation import TokenConstraint
     from engine.runtime.loaded_model import LoadedModel
+
+
+_TAIL_CHARACTERS = 120
+"""Enough for the end of every reasoning."""
+_MOST_BETWEEN = 2
+"""Line breaks between a thought and its answer: tokens."""
 
 
 class ConstrainedAnswers:
@@ -45,7 +55,6 @@ class ConstrainedAnswers:
 
     @classmethod
     def of(cls, loaded: LoadedModel) -> ConstrainedAnswers:
-        """For the answers of a loaded model."""
         vocabulary = loaded.model.config.get_text_config(decoder=True).vocab_size
         return cls(loaded.tokenizer, vocabulary, end_token_ids(loaded.model, loaded.tokenizer))
 
@@ -105,5 +114,53 @@ class ConstrainedAnswer:
             raise unfit(self._matcher.get_error())
 
     def reset(self) -> None:
-        """As if nothing had been accepted."""
         self._matcher.reset()
+
+
+class AfterThought:
+    """A constraint that leaves the reasoning before an answer free.
+
+    Args:
+        answer: the constraint.
+        ends: matches a text that ends with the end of the reasoning.
+        breaks: tokens of line breaks, which may stand between both.
+        opens: tokens with which reasoning may begin instead of the answer; none if the prompt has opened it.
+        tokenizer, shown: see `IncrementalDetokenizer`; `shown` are the marks that `ends` looks for.
+    """
+
+    def __init__(
+        self,
+        answer: TokenConstraint,
+        ends: re.Pattern[str],
+        breaks: Sequence[int],
+        opens: Sequence[int],
+        tokenizer: Any,
+        shown: Sequence[int],
+    ) -> None:
+        self._answer, self._ends, self._breaks, self._opens = answer, ends, list(breaks), list(opens)
+        self._detokenizer = IncrementalDetokenizer(tokenizer, shown)
+        self._thinks = not self._opens
+        self._may_think = bool(self._opens)
+        self._tail, self._between = "", 0
+
+    def restrict(self, logits: torch.Tensor) -> torch.Tensor:
+        if self._thinks:
+            return logits
+        restricted = self._answer.restrict(logits)
+        free = self._opens if self._may_think else self._breaks if self._between else []
+        restricted[free] = logits[free]
+        return restricted
+
+    def accept(self, token_id: int) -> bool:
+        if self._may_think:
+            self._may_think, self._thinks = False, token_id in self._opens
+        if not self._thinks:
+            if self._between and token_id in self._breaks:
+                self._between -= 1
+                return False
+            self._between = 0
+            return self._answer.accept(token_id)
+        self._tail = (self._tail + self._detokenizer.feed(token_id))[-_TAIL_CHARACTERS:]
+        if self._ends.search(self._tail) is not None:
+            self._thinks, self._between = False, _MOST_BETWEEN
+        return False

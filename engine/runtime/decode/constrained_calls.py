@@ -57,7 +57,6 @@ class CallRule:
     rules: str
 
     def grammar(self, before: str = "") -> str:
-        """Of what follows, behind something else."""
         return f"start: {before} ({self.body})\n{self.rules}"
 
 
@@ -193,7 +192,6 @@ class _Writer:
         return name
 
     def _more(self, other: str) -> str:
-        """Any number of further ones, or none where one is wanted."""
         return f"({other})*" if self.several else ""
 
     def _free(self, suffix: str = "") -> str:
@@ -391,7 +389,6 @@ class _Writer:
         return self._json(value if self.compiles(json_text(value)) else {})
 
     def _keys(self, tool: Tool) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The declared arguments that must be there, and those that may."""
         wanted = json.loads(tool.parameters).get("required")
         needed = wanted if isinstance(wanted, list) else []
         keys = {key: schema for key, schema in self._read.keys(tool.name).items() if isinstance(key, str)}
@@ -496,16 +493,10 @@ class ConstrainedCalls:
         thinks: bool,
         shown: Sequence[int],
     ) -> None:
-        self._rules, self._first, self._form = rules, first, form
+        self._rules, self._form = rules, form
         self._tokenizer, self._choice, self._shown = tokenizer, choice, shown
-        self._begins_thinking = thinks
-        self.reset()
-
-    def reset(self) -> None:
-        if self._first is not None:
-            self._first.reset()
-        self._call, self._thinks = self._first, self._begins_thinking
-        self._tail, self._detokenizer = "", IncrementalDetokenizer(self._tokenizer, self._shown)
+        self._call, self._thinks = first, thinks
+        self._tail, self._detokenizer = "", IncrementalDetokenizer(tokenizer, shown)
 
     def restrict(self, logits: torch.Tensor) -> torch.Tensor:
         return logits if self._call is None else self._call.restrict(logits)

@@ -54,8 +54,13 @@ class IncrementalDetokenizer:
     def __init__(self, tokenizer: Any, shown: Collection[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._marks = {index: str(tokenizer.convert_ids_to_tokens(index)) for index in shown}
-        self._skipped = _special_ids(tokenizer)
-        self._byte_ids = _byte_ids(tokenizer)
+        added = tokenizer.added_tokens_decoder.items()
+        is_fast = getattr(tokenizer, "is_fast", False)
+        self._skipped = {index for index, token in added if token.special} if is_fast else {*tokenizer.all_special_ids}
+        """What decoding leaves out: every special token of the vocabulary, declared or added."""
+        spelled = range(256) if token_id(tokenizer, "<0x00>") is not None else ()
+        self._byte_ids = {token_id(tokenizer, f"<0x{byte:02X}>") for byte in spelled}
+        """Of byte-fallback tokens (`<0x00>`, ...), which become text only as a whole run."""
         self._window: list[int] = []
         self._shown = 0
         """How many tokens of the window are context; `_context` is their text."""
@@ -103,19 +108,3 @@ class IncrementalDetokenizer:
             self._context = text
             self._shown = end
         return new
-
-
-def _special_ids(tokenizer: Any) -> frozenset[int]:
-    """The ids that decoding leaves out: every special token of the vocabulary, declared or added."""
-    added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    if getattr(tokenizer, "is_fast", False):
-        return frozenset(added)
-    return frozenset(tokenizer.all_special_ids)
-
-
-def _byte_ids(tokenizer: Any) -> frozenset[int]:
-    """Ids of byte-fallback tokens (`<0x00>`, ...), which become text only as a whole run."""
-    if token_id(tokenizer, "<0x00>") is None:
-        return frozenset()
-    ids = (token_id(tokenizer, f"<0x{byte:02X}>") for byte in range(256))
-    return frozenset(index for index in ids if index is not None)

@@ -17,14 +17,6 @@ if TYPE_CHECKING:
 ProgressCallback = Callable[[int, int], None]
 """Prompt tokens read so far, and prompt tokens to read."""
 
-ReusedCallback = Callable[[int, int, float], None]
-"""Tokens of a prompt brought from RAM, tokens brought from disk, and the seconds that took."""
-
-
-def ignore_reused(from_ram: int, from_disk: int, seconds: float) -> None:
-    """For callers that do not watch what is reused."""
-
-
 TextCallback = Callable[[str, int], None]
 """Text to append, final as it stands (it may be empty), and tokens generated so far."""
 
@@ -60,9 +52,6 @@ class TokenConstraint(Protocol):
     def accept(self, token_id: int) -> bool:
         """Takes the token that was chosen; whether the answer is complete with it."""
 
-    def reset(self) -> None:
-        """The answer begins again."""
-
 
 @dataclass(frozen=True, slots=True)
 class GenerationResult:
@@ -81,8 +70,7 @@ class GenerationResult:
         guessed_tokens: tokens that were tried ahead; the answer went on with `accepted_tokens` of them.
         pictures: in the prompt; `pictures_kept` of them had been read before, the others took `pictures_s` seconds.
         stopped_by: the stop string that ended it, unless it was searched for with beams; empty if none did.
-        reasoning: what the model thought before it, if that was told apart; see `SplitAnswer`.
-        calls: of tools, which it ended in.
+        reasoning, calls: what the model thought before it, and calls of tools, if they were told apart.
         row: of the request; see `BatchRequest`.
         error: why there is none, or no more of it; `None` if it was answered.
     """
@@ -109,14 +97,9 @@ class GenerationResult:
     error: EngineError | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Decoded:
-    """An answer."""
-
-    ids: list[int]
-    text: str
-    reason: FinishReason
-    stopped_by: str = ""
+Outcome = GenerationResult | BaseException
+"""What was answered, or why nothing was."""
+OnEnd = Callable[[Outcome], None]
 
 
 def ignore_progress(done: int, total: int) -> None:
@@ -140,10 +123,9 @@ class BatchRequest:
         end_ids: tokens that end the answer; `None` for the model's own.
         chances: takes how likely each token was, if anybody asks.
         chat: of which it is a turn: what is computed of it may be kept on disk, as that chat's; empty: only in RAM.
-        shown: control tokens that are part of the answer's text; for `messages` they are known.
+        splits: the answer to `messages` is told apart from the reasoning before it, and from calls of tools.
         on_progress: told how much of the prompt has been read.
-        on_prepared: told, before its prompt is read, whether that has opened the model's reasoning; not for `ids`.
-        on_text: told after each token of the answer.
+        on_text: told after each token of the answer; then without the reasoning, which `on_reasoning` is told.
         on_reused: told how many tokens of the prompt were brought from RAM and from disk, and how long that took; it
             may never be called.
         cancelled: asked between sweeps: whether nobody wants the answer any more; it then ends as `cancelled`.
@@ -162,11 +144,11 @@ class BatchRequest:
     end_ids: frozenset[int] | None = None
     chances: ChanceLog | None = None
     chat: str = ""
-    shown: tuple[int, ...] = ()
-    on_prepared: Callable[[bool], None] = lambda _thinks: None
+    splits: bool = False
     on_progress: ProgressCallback = ignore_progress
     on_text: TextCallback = ignore_text
-    on_reused: ReusedCallback = ignore_reused
+    on_reasoning: TextCallback = ignore_text
+    on_reused: Callable[[int, int, float], None] = lambda _from_ram, _from_disk, _seconds: None
     cancelled: CancelCheck = never_cancelled
 
     @property

@@ -16,17 +16,14 @@ from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, Piece, Pi
 from engine.runtime.decode.encoder_decoder import EncoderDecoderStep
 from engine.runtime.decode.generation import ProgressCallback
 from engine.runtime.decode.graphs import GraphedSteps
-from engine.runtime.decode.head_drafter import HeadDrafter
 from engine.runtime.decode.pieces import PromptPieces
+from engine.runtime.decode.speculation import HeadDrafter
 from engine.runtime.decode.step_model import MOST_ROWS, StepModel, watched_layers
 from engine.runtime.decode.tabled_attention import attention_over_pages
 from engine.runtime.decoder_layers import decoder_layers
 from engine.runtime.draft_head import draft_head_of
-from engine.runtime.fast_path.compressed_attention import CompressedAttention
+from engine.runtime.fast_path.attention import CompressedAttention, GroupedAttention, LatentAttention, NoAttention
 from engine.runtime.fast_path.decoder_layer import SingleTokenLayer, knows_layer
-from engine.runtime.fast_path.grouped_attention import GroupedAttention
-from engine.runtime.fast_path.latent_attention import LatentAttention
-from engine.runtime.fast_path.native_attention import NoAttention
 from engine.runtime.fast_path.state_mixer import StateMixer
 from engine.runtime.kv.layers import library_cache
 from engine.runtime.kv.library_caches import LibraryCaches
@@ -199,8 +196,9 @@ class PagedSteps:
         """
         start = piece.held
         position = start if position is None else position
-        if len(ids) == 1 and start and given is None:
-            return self.write(ids, [piece], [position])
+        is_few = len(ids) == 1 or (self.is_native and self._step.rows_of(len(ids)) is not None)
+        if is_few and start and given is None:
+            return self.write(ids, [piece], [position])[-1:]
         watched = watched_layers(self._model, start, start + len(ids), total, on_progress, cancelled)
         threads = self._all_threads() if len(ids) > MOST_ROWS else nullcontext()
         with self._set_aside, threads, watched, self._until(cancelled):
@@ -259,6 +257,8 @@ class PagedSteps:
         if RECORDER.on:
             RECORDER.forward()
         step = self._step.rows_of(len(ids)) if self.is_native else None
+        if self._follows_length:
+            restart_angles(self._model)  # others may have been longer
         if step is not None:
             assert isinstance(self._caches, PagedCaches)
             logits = step.rows(list(ids), places, self._caches.structs, Pieces(pieces))
@@ -297,8 +297,6 @@ class PagedSteps:
 def _are_native(loaded: LoadedModel) -> bool:
     """Whether native calls compute steps."""
     layers = decoder_layers(loaded.model)
-    if loaded.devices is not None and any(_has_state(own_forward(layer)) for layer in layers):
-        return False  # states in pages are those of the library then
     if loaded.device.type != "cpu" or loaded.graph_device is not None:
         return False
     return loaded.kernels is not None and all(

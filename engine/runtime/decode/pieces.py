@@ -41,7 +41,6 @@ class Layers:
     count: int
 
     def copying_s(self) -> float:
-        """Of a piece, whatever its length."""
         return self.absent * self.latency.transfer_s
 
     def computing_s(self, tokens: int) -> float:
@@ -64,8 +63,6 @@ def wanted_tokens(layers: Sequence[Layers], usual: int, most: int, left: int) ->
 
 
 class PromptPieces:
-    """The pieces of a model's prompts."""
-
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
         caches = loaded.caches

@@ -76,7 +76,8 @@ def chat_prompt(
         if sight is not None and pictures:
             raise sight.no_place()
         ids = encode(tokenizer, text, special=True, written=(), cancelled=cancelled, most_tokens=most_tokens)
-        return _without_final_eos(tokenizer, ids)
+        # Some tokenizers close every text; a prompt must stay open.
+        return ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id else ids
 
     turns = [_turn(message) for message in messages]
 
@@ -177,8 +178,15 @@ def _too_long(tokens: str, context_tokens: int, by: str) -> EngineError:
 
 
 def _turn(message: ChatMessage) -> dict[str, Any]:
-    """A message as templates expect it."""
-    turn: dict[str, Any] = {"role": message.role, "content": _content(message)}
+    """A message as templates expect it: with text, or with parts where there are pictures."""
+    turn: dict[str, Any] = {"role": message.role, "content": message.content}
+    parts = json.loads(message.parts) if message.parts else []
+    if any(part.get("type") == "image_url" for part in parts):
+        turn["content"] = [
+            {"type": "image"} if part["type"] == "image_url" else {"type": "text", "text": encodable(str(part["text"]))}
+            for part in parts
+            if part.get("type") in ("image_url", "text")
+        ]
     if message.reasoning:
         turn["reasoning_content"] = message.reasoning
         if not (message.tool_calls and message.content):
@@ -197,18 +205,6 @@ def _turn(message: ChatMessage) -> dict[str, Any]:
     return turn
 
 
-def _content(message: ChatMessage) -> str | list[dict[str, str]]:
-    """As templates expect it: text, or parts where there are pictures."""
-    parts = json.loads(message.parts) if message.parts else []
-    if not any(part.get("type") == "image_url" for part in parts):
-        return message.content
-    return [
-        {"type": "image"} if part["type"] == "image_url" else {"type": "text", "text": encodable(str(part["text"]))}
-        for part in parts
-        if part.get("type") in ("image_url", "text")
-    ]
-
-
 def _render(
     tokenizer: Any,
     turns: list[dict[str, Any]],
@@ -224,7 +220,10 @@ def _render(
     own = {
         **thinking_values(template, thinking),
         "add_generation_prompt": answers,
-        **{name: _as_text(token) for name, token in tokenizer.special_tokens_map.items()},
+        **{
+            name: [str(each) for each in token] if isinstance(token, list | tuple) else str(token)
+            for name, token in tokenizer.special_tokens_map.items()
+        },
     }
     try:
         return UNTRUSTED_TEXT.render(template, values, cancelled, own=own)
@@ -297,10 +296,6 @@ def _encode_here(tokenizer: Any, text: str, *, special: bool, written: Spans | N
     return _as_ids(tokenizer.build_inputs_with_special_tokens(ids)) if special else ids
 
 
-def _as_text(token: Any) -> Any:
-    return [str(entry) for entry in token] if isinstance(token, list | tuple) else str(token)
-
-
 def _fold_system(turns: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
     """The turns with every system message at the head of the first user message; `None` if there is no such message."""
     system = "\n\n".join(turn["content"] for turn in turns if turn["role"] == "system")
@@ -326,11 +321,6 @@ def _plain(messages: Sequence[ChatMessage], end: PromptEnd) -> str:
     turns = [f"{_PLAIN_NAMES[message.role]}: {message.content.strip()}\n" for message in messages]
     text = "".join(turns)
     return text + "Assistant:" if end == "answer" else text.removesuffix("\n") if end == "continue" else text
-
-
-def _without_final_eos(tokenizer: Any, ids: list[int]) -> list[int]:
-    """Some tokenizers close every text; a prompt must stay open."""
-    return ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id else ids
 
 
 def _as_ids(ids: Any) -> list[int]:

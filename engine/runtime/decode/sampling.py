@@ -152,7 +152,6 @@ def seeded_generator(seed: int | None, device: torch.device) -> torch.Generator:
 
 
 def make_chooser(sampling: SamplingParams, device: torch.device) -> Chooser:
-    """The function that picks each token of one answer, from penalised logits."""
     if sampling.is_greedy:
         return greedy_token
     generator = seeded_generator(sampling.seed, device)
@@ -203,7 +202,6 @@ class DryPenalty:
         self._repeats[: self._length] = _z_lengths(list(history)[::-1])[::-1]
 
     def append(self, token_id: int) -> None:
-        """The answer has one token more."""
         length = self._length
         if length == len(self._ids):
             self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
@@ -239,7 +237,6 @@ class DryPenalty:
         return ids[kept], self._penalty(repeated[kept])
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits [B, V] less the penalties."""
         ids, penalties = self.penalties()
         if not len(ids):
             return logits

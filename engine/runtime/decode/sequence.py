@@ -1,27 +1,36 @@
 """One answer, token by token: how each token is chosen, what ends it, and the text that may be shown of it.
 
-Chats and rows of a batch generate through the same `AnswerSequence`; beams share its limits and stop strings.  What is
-done for one answer alone is done in `of_one`, so that what goes wrong there ends that answer and no other.
+Chats and rows of a batch are the same kind of `Sequence`.  What is done for one of them alone is done in `of_one`, so
+that what goes wrong there ends it and no other.
 """
 
 from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections import abc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
-from engine.common.chat import FinishReason
+from engine.common import clock
+from engine.common.chat import FinishReason, ToolCall
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.devices.failures import is_fault_of_device, is_out_of_memory
+from engine.families.replies.reader import Part, ReplyReader, Spoken, Thought
 from engine.runtime.decode.detokenizer import IncrementalDetokenizer
-from engine.runtime.decode.generation import ChanceLog, TokenConstraint
+from engine.runtime.decode.generation import (
+    BatchRequest,
+    GenerationResult,
+    OnEnd,
+    Outcome,
+    TokenConstraint,
+    ignore_text,
+)
 from engine.runtime.decode.prompt import encode
 from engine.runtime.decode.sampling import (
     DryPenalty,
@@ -35,7 +44,11 @@ from engine.runtime.decode.sampling import (
 )
 from engine.runtime.load.tokenizer import token_id
 
+if TYPE_CHECKING:
+    from engine.runtime.pictures import Layout
+
 _log = logging.getLogger(__name__)
+_CPU = torch.device("cpu")
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
@@ -102,102 +115,105 @@ END_OF_TURN_TOKENS = (
 """Tokens that close an assistant's turn in the chat formats in use."""
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerLimits:
-    """What ends an answer.
+class Sequence:
+    """One request, from the moment it is sent to the end of its answer.
 
-    Attributes:
-        end_ids: tokens that end it.
-        stop: strings that end it.
-        max_tokens: most tokens to generate, and `reached` is the finish reason when they have been.
-    """
-
-    end_ids: frozenset[int]
-    stop: tuple[str, ...]
-    max_tokens: int
-    reached: FinishReason
-
-    @classmethod
-    def within(
-        cls, room: int, sampling: SamplingParams, end_ids: frozenset[int], stop: tuple[str, ...]
-    ) -> AnswerLimits:
-        """As many tokens as were asked for, where the context has room for so many."""
-        reached: FinishReason = "length" if sampling.max_tokens <= room else "context"
-        return cls(end_ids, stop, min(sampling.max_tokens, room), reached)
-
-
-class AnswerSequence:
-    """An answer while it is generated.
+    `prepared` fills in its prompt and what its answer is held to, `begin` what chooses its tokens.  Whoever computes it
+    holds its pages.  It goes on as it is where the model moves to another device.
 
     Tokens that end it are never penalised: they stand in every prompt of a chat, and an answer must be able to end.
 
-    Args:
-        prefix: tokens that it continues, which a repetition penalty counts from the start, and DRY if it has a range.
-        device: of the logits.
-        constraint: what it must satisfy; it knows of no token yet.  Penalties then only choose among the tokens that
-            it allows, and DRY always counts the answer alone: copying from the prompt, or a choice that the prompt
-            names, is what was asked for.
-        earlier: how many of the first tokens of the prefix are of earlier turns of a chat. The repetition penalty does
-            not count them: to the same question the same answer is right.
-        chances: takes how likely each token was.
-        shown: control tokens that are part of its text.
-
     Attributes:
-        ids: its tokens so far, an end token included.
+        request: what was asked.
+        prompt: its tokens; none until it is prepared.
+        layout: where pictures lie in the prompt, if there are any.
+        thinks: the prompt ends by opening the model's reasoning.
+        is_call: all but the reasoning is one call as JSON, in no family's form.
+        end_ids, stop: tokens and strings that end its answer.
+        max_tokens: most tokens to generate, and `reached` is the finish reason when they have been.
+        earlier: how many of the prompt's first tokens are of earlier turns of a chat. The repetition penalty does not
+            count them: to the same question the same answer is right.
+        ids: tokens of the answer so far, an end token included; `told` of them are known to who asked.
         is_greedy: whether the next token is simply the most likely one.
+        begun_s: when it was asked, by `perf_counter`.
+        on_end, on_begin, on_token: see `Scheduler.submit`; the last is told whenever a token is.
     """
 
-    def __init__(
-        self,
-        prefix: Sequence[int],
-        sampling: SamplingParams,
-        limits: AnswerLimits,
-        tokenizer: Any,
-        constraint: TokenConstraint | None = None,
-        device: torch.device | None = None,
-        *,
-        earlier: int = 0,
-        chances: ChanceLog | None = None,
-        shown: tuple[int, ...] = (),
-    ) -> None:
-        device = device or torch.device("cpu")
-        self._limits, self._constraint = limits, constraint
-        self._penalty = sampling.repetition_penalty
-        self._counted = list[int]()
-        self._seen: _Seen | None = None
-        if self._penalty != 1:
-            self._counted = [token for token in prefix[earlier:] if token not in limits.end_ids]
-            self._seen = _Seen(self._counted, limits.max_tokens, device)
-        self._dry = dry_penalty([] if constraint is not None else prefix, [], sampling, limits.end_ids, tokenizer)
-        self._choose = make_chooser(sampling, device)
-        self._sampling, self._chances = sampling, chances
-        self._bias: torch.Tensor | None = None
-        self._penalises_presence = bool(sampling.presence_penalty or sampling.frequency_penalty)
-        changes = bool(sampling.logit_bias) or self._penalises_presence
-        is_plain = not changes and (self._seen, self._dry, constraint, chances) == (None, None, None, None)
-        self.is_greedy = self._choose is greedy_token and is_plain
-        self._detokenizer = IncrementalDetokenizer(tokenizer, shown)
-        self._stops = StopStrings(limits.stop)
-        self._parts: list[str] = []
+    def __init__(self, request: BatchRequest) -> None:
+        self.request, self.begun_s = request, clock.now()
+        self.on_end: OnEnd = lambda _outcome: None
+        self.on_begin: Callable[[], None] = lambda: None
+        self.on_token: Callable[[], None] = lambda: None
+        self.prompt: list[int] = []
+        self.layout: Layout | None = None
+        self.earlier, self.thinks, self.is_call = 0, False, False
         self.ids: list[int] = []
+        self._parts: list[str] = []
+        self.told, self._first_s, self._last_s = 0, 0.0, 0.0
+        self._reader: ReplyReader | None = None
+        self._said: list[Part] = []
+        """What that has made of the answer's text."""
+        self._is_read = False
+
+    def prepared(
+        self,
+        prompt: list[int],
+        tokenizer: Any,
+        room: int,
+        end_ids: frozenset[int],
+        stop: tuple[str, ...] = (),
+        constraint: TokenConstraint | None = None,
+        *,
+        shown: tuple[int, ...] = (),
+        reader: ReplyReader | None = None,
+    ) -> None:
+        """It can be answered.
+
+        Args:
+            room: tokens that may follow the prompt.
+            constraint: what the answer must satisfy; it knows of no token yet.  Penalties then only choose among the
+                tokens that it allows, and DRY always counts the answer alone: copying from the prompt, or a choice that
+                the prompt names, is what was asked for.
+            shown: control tokens that are part of its text.
+            reader: tells the answer apart from the reasoning and from calls of tools.
+        """
+        most = self.request.sampling.max_tokens
+        self.prompt, self.tokenizer, self._constraint, self._reader = prompt, tokenizer, constraint, reader
+        self.end_ids, self.stop, self.max_tokens = end_ids, stop, min(most, room)
+        self.reached: FinishReason = "length" if most <= room else "context"
+        self._detokenizer, self._stops = IncrementalDetokenizer(tokenizer, shown), StopStrings(stop)
+
+    def begin(self, prefix: list[int], device: torch.device = _CPU) -> None:
+        """Makes what chooses tokens from logits on this device; again, if it was on another.
+
+        Args:
+            prefix: tokens that it continues, which a repetition penalty counts, and DRY if it has a range.
+        """
+        sampling, chances, constraint = self.request.sampling, self.request.chances, self._constraint
+        self._seen: torch.Tensor | None = None
+        """Token ids [1, n] of the context that are penalised: `_counted` of the prompt, and after them the answer's."""
+        if sampling.repetition_penalty != 1:
+            counted = [token for token in prefix[self.earlier :] if token not in self.end_ids]
+            self._counted = len(counted)
+            room = torch.zeros(self.max_tokens - len(self.ids), dtype=torch.long)
+            self._seen = torch.cat((torch.tensor([*counted, *self.ids], dtype=torch.long), room))[None].to(device)
+        before = [] if constraint is not None else prefix
+        self._dry = dry_penalty(before, self.ids, sampling, self.end_ids, self.tokenizer)
+        self._choose = make_chooser(sampling, device)
+        self._bias: torch.Tensor | None = None
+        changes = sampling.logit_bias or sampling.presence_penalty or sampling.frequency_penalty
+        is_plain = self._seen is None and self._dry is None and constraint is None and chances is None
+        self.is_greedy = self._choose is greedy_token and is_plain and not changes
+
+    @property
+    def known_prompt(self) -> list[int]:
+        """The prompt's tokens with one that the tokenizer knows in place of pictures'."""
+        return self.prompt if self.layout is None else self.layout.sight.text(self.prompt)
 
     @property
     def text(self) -> str:
-        """What may be shown of it so far."""
+        """What may be shown of it so far, as the model wrote it."""
         return "".join(self._parts)
-
-    @property
-    def stopped_by(self) -> str:
-        """The stop string that ended it; empty if none did."""
-        return self._stops.found
-
-    def move(self, device: torch.device) -> None:
-        """From now on logits are on this device; what it holds where they were is not read any more, and made again."""
-        if self._seen is not None:
-            self._seen = _Seen(self._counted, self._limits.max_tokens, device)
-            for token_id in self.ids:
-                self._seen.append(token_id)
-        self._choose, self._bias = make_chooser(self._sampling, device), None
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
         """The next token [1, 1] int64 from logits [1, V].
@@ -215,20 +231,22 @@ class AnswerSequence:
             words = f"No token may follow the first {len(self.ids):,} of the answer: its schema or choices allow none."
             raise EngineError(ErrorCode.INVALID_REQUEST, words)
         token = self._choose(changed)
-        if self._chances is not None:
-            self._chances.tokens.append(chances_of(logits[0], int(token), self._chances.top))
+        if (log := self.request.chances) is not None:
+            log.tokens.append(chances_of(logits[0], int(token), log.top))
         return token
 
     def _changed(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits after what makes tokens more or less likely, and what rules them out."""
-        if self._sampling.logit_bias:
+        sampling = self.request.sampling
+        if sampling.logit_bias:
             if self._bias is None:  # once: there may be one for every token of the vocabulary
-                self._bias = bias_vector(self._sampling.logit_bias, logits)
+                self._bias = bias_vector(sampling.logit_bias, logits)
             logits = logits.float() + self._bias
-        if self._penalises_presence:
-            logits = penalise_presence(logits.float(), torch.tensor(self.ids, dtype=torch.long), self._sampling)
+        if sampling.presence_penalty or sampling.frequency_penalty:
+            logits = penalise_presence(logits.float(), torch.tensor(self.ids, dtype=torch.long), sampling)
         if self._seen is not None:
-            logits = penalise_repetition(logits.float(), self._seen.ids(), self._penalty)
+            seen = self._seen[:, : self._counted + len(self.ids)]
+            logits = penalise_repetition(logits.float(), seen, sampling.repetition_penalty)
         if self._dry is not None:
             logits = self._dry.apply(logits.float())
         if self._constraint is not None:
@@ -241,12 +259,11 @@ class AnswerSequence:
 
     def take(self, token_id: int) -> tuple[str, FinishReason | None]:
         """Adds a token; the text that has become certain with it, and why the answer ends here if it does."""
-        limits = self._limits
         self.ids.append(token_id)
-        if token_id in limits.end_ids:
+        if token_id in self.end_ids:
             return self.end("stop")
         if self._seen is not None:
-            self._seen.append(token_id)
+            self._seen[0, self._counted + len(self.ids) - 1] = token_id
         if self._dry is not None:
             self._dry.append(token_id)
         complete = self._constraint is not None and self._constraint.accept(token_id)
@@ -254,9 +271,9 @@ class AnswerSequence:
         self._parts.append(text)
         if stopped:
             return text, "stop_string"
-        if not complete and len(self.ids) < limits.max_tokens:
+        if not complete and len(self.ids) < self.max_tokens:
             return text, None
-        rest, reason = self.end("stop" if complete else limits.reached)
+        rest, reason = self.end("stop" if complete else self.reached)
         return text + rest, reason
 
     def end(self, reason: FinishReason) -> tuple[str, FinishReason]:
@@ -267,6 +284,73 @@ class AnswerSequence:
             text += self._stops.flush()
         self._parts.append(text)
         return text, "stop_string" if stopped else reason
+
+    def tell(self, text: str, tokens: int) -> None:
+        """Tells who asked of more of its text, and that it has so many tokens now."""
+        if tokens > self.told:
+            self._last_s = clock.now()
+            self._first_s = self._first_s or self._last_s
+            self.told = tokens
+            self.on_token()
+        if self._reader is None:
+            self.request.on_text(text, tokens)
+        elif self.request.on_text is not ignore_text:  # else it is read at its end
+            self._read(self._reader.feed(text))
+
+    def _read(self, parts: list[Part]) -> None:
+        self._said += parts
+        thought, text = (_joined(parts, kind) for kind in (Thought, Spoken))
+        if thought:
+            self.request.on_reasoning(thought, self.told)
+        if text or not thought:
+            self.request.on_text(text, self.told)
+
+    def result(
+        self, reason: FinishReason = "cancelled", error: EngineError | None = None, **read: Any
+    ) -> GenerationResult:
+        """Its outcome, with what is known of how its prompt was read; what its reader held back is told before."""
+        try:
+            self._end_reading()
+        except SequenceError as unreadable:
+            error = error or unreadable
+        took = self._last_s - self._first_s
+        return GenerationResult(
+            self.text if self._reader is None else _joined(self._said, Spoken),
+            reason,
+            len(self.prompt),
+            generated_tokens=len(self.ids),
+            ttft_s=self._first_s - self.begun_s if self.told else 0.0,
+            tokens_per_s=(self.told - 1) / took if self.told > 1 and took > 0 else 0.0,
+            token_ids=tuple(self.ids),
+            stopped_by=self._stops.found,
+            reasoning=_joined(self._said, Thought),
+            calls=tuple(part for part in self._said if isinstance(part, ToolCall)),
+            row=self.request.row,
+            error=error,
+            **read,
+        )
+
+    def _end_reading(self) -> None:
+        was_read, self._is_read = self._is_read, True
+        with of_one():
+            if self._reader is not None and not was_read:
+                unread = self.text if self.request.on_text is ignore_text else ""
+                if parts := [*self._reader.feed(unread), *self._reader.end()]:
+                    self._read(parts)
+
+    def ended(self, outcome: Outcome) -> None:
+        """Tells how it ended; that nobody can be told harms no other."""
+        with suppress(SequenceError):
+            self._end_reading()
+        try:
+            with of_one():
+                self.on_end(outcome)
+        except SequenceError as error:
+            _log.warning("the end of a request could not be told: %s", error.code)
+
+
+def _joined(parts: list[Part], kind: type[Thought] | type[Spoken]) -> str:
+    return "".join(part.text for part in parts if isinstance(part, kind))
 
 
 def check_finite(highest: torch.Tensor, tokens: int) -> None:
@@ -287,7 +371,7 @@ def check_finite(highest: torch.Tensor, tokens: int) -> None:
 
 
 def dry_penalty(
-    prefix: Sequence[int], ids: Sequence[int], sampling: SamplingParams, end_ids: frozenset[int], tokenizer: Any
+    prefix: abc.Sequence[int], ids: abc.Sequence[int], sampling: SamplingParams, end_ids: frozenset[int], tokenizer: Any
 ) -> DryPenalty | None:
     """DRY for an answer; `None` if it is off.
 
@@ -305,29 +389,13 @@ def dry_penalty(
     return DryPenalty(history, sampling, breakers, end_ids)
 
 
-class _Seen:
-    """Token ids of the context so far, [1, n], grown in place."""
-
-    def __init__(self, prefix: Sequence[int], max_tokens: int, device: torch.device) -> None:
-        self._buffer = torch.zeros((1, len(prefix) + max_tokens), dtype=torch.long, device=device)
-        self._buffer[0, : len(prefix)] = torch.tensor(prefix, dtype=torch.long, device=device)
-        self._length = len(prefix)
-
-    def ids(self) -> torch.Tensor:
-        return self._buffer[:, : self._length]
-
-    def append(self, token_id: int) -> None:
-        self._buffer[0, self._length] = token_id
-        self._length += 1
-
-
 class StopStrings:
     """Holds back text that may turn out to be the beginning of a stop string.
 
     The first stop string to be completed ends the text; text before its beginning is final.
     """
 
-    def __init__(self, stop: Sequence[str]) -> None:
+    def __init__(self, stop: tuple[str, ...]) -> None:
         self._stop = tuple(filter(None, stop))
         self._held = ""
         self.found = ""
@@ -338,12 +406,15 @@ class StopStrings:
         if not self._stop or not text:
             return text, False
         self._held += text
-        match = self._first_match()
-        if match is not None:
-            end, begin = match
+        matches = [(begin + len(stop), begin) for stop in self._stop if (begin := self._held.find(stop)) >= 0]
+        if matches:
+            end, begin = min(matches)  # the one that is completed first; of those completed at once, the longest
             answer, self.found, self._held = self._held[:begin], self._held[begin:end], ""
             return answer, True
-        keep = self._possible_beginning()
+        # The longest end of it with which a stop string begins is kept.
+        keep = min(max(map(len, self._stop)) - 1, len(self._held))
+        while keep and not any(stop.startswith(self._held[-keep:]) for stop in self._stop):
+            keep -= 1
         certain = self._held[: len(self._held) - keep]
         self._held = self._held[len(certain) :]
         return certain, False
@@ -352,20 +423,6 @@ class StopStrings:
         """What was held back, now that no more text comes."""
         text, self._held = self._held, ""
         return text
-
-    def _first_match(self) -> tuple[int, int] | None:
-        """Where the stop string that is completed first ends and begins; of those completed at once, the longest."""
-        found = [(begin + len(stop), begin) for stop in self._stop if (begin := self._held.find(stop)) >= 0]
-        return min(found) if found else None
-
-    def _possible_beginning(self) -> int:
-        """Length of the longest end of the held text with which a stop string begins."""
-        longest = max(len(stop) for stop in self._stop) - 1
-        for length in range(min(longest, len(self._held)), 0, -1):
-            tail = self._held[-length:]
-            if any(stop.startswith(tail) for stop in self._stop):
-                return length
-        return 0
 
 
 def end_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:

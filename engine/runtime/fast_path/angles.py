@@ -81,14 +81,10 @@ class Rotations:
             return dict.fromkeys(self._types)
         return {name: self._rotary(like, position_ids, *([name] if name else ())) for name in self._types}
 
-    def at(self, position: int, like: torch.Tensor, position_ids: torch.Tensor) -> dict[str, Any]:
-        """The same of `position` and those that follow."""
+    def at(self, positions: Sequence[int], like: torch.Tensor) -> dict[str, Any]:
+        """The same of these positions, whichever they are if nothing but them counts."""
         if not self.is_fixed:
-            return self.of(like, position_ids)
-        return self.at_each(range(position, position + position_ids.shape[1]), like)
-
-    def at_each(self, positions: Sequence[int], like: torch.Tensor) -> dict[str, Any]:
-        """The same of these positions, whichever they are, if nothing but them counts."""
+            return self.of(like, torch.tensor([list(positions)], device=like.device))
         if len(positions) == 1:
             return self._of_one(positions[0], like)
         found = [self._of_one(position, like) for position in positions]

@@ -1,8 +1,8 @@
-"""Decoder layers of the common families, a few tokens at a time, in two native calls each.
+"""Decoder layers of the common families, a few tokens over pages at a time, in two native calls each.
 
-The library's own modules stay what they are and compute everything else: prompts, beams, other caches, other types.
-Only the step of a single token, or of a few that are tried together, through layers whose mathematics the kernels know
-takes the fast path, and the parity tests hold it to the library's result.
+The library's own modules stay what they are and compute everything else: prompts, other caches, other types.  Only
+steps of a few tokens through layers whose mathematics the kernels know take the fast path, and the parity tests hold it
+to the library's result.
 """
 
 from __future__ import annotations
@@ -15,14 +15,10 @@ import torch
 from engine.common import clock
 from engine.families import fast_path_of
 from engine.families.library import own_forward, replaced, take_over
-from engine.kernels.native.experts import MAX_TOKENS
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.paged_attention import Pieces
 from engine.kernels.native.structs import PagesStruct
-from engine.runtime.fast_path.compressed_attention import CompressedAttention
-from engine.runtime.fast_path.grouped_attention import GroupedAttention
-from engine.runtime.fast_path.latent_attention import LatentAttention
-from engine.runtime.fast_path.native_attention import NoAttention
+from engine.runtime.fast_path.attention import CompressedAttention, GroupedAttention, LatentAttention, NoAttention
 from engine.runtime.fast_path.norms import LayerNorms, add_mlp, keep_in_floats, mixer_of, multiple_of
 from engine.runtime.fast_path.sparse_block import SparseBlock
 from engine.runtime.fast_path.state_mixer import StateMixer
@@ -73,7 +69,7 @@ class SingleTokenLayer:
     """The `forward` of one decoder layer.
 
     Attributes:
-        in_library: the one that it takes the place of.
+        in_library: the one that it takes the place of, for prompts and all that is not over pages.
         wants_last: whether only the last token's result is of use, all else than its keys and values being left out.
         attention: the part before the residual in its middle.
         sparse: the part after it, a dense MLP too; `None` if the library computes that.
@@ -89,11 +85,9 @@ class SingleTokenLayer:
         sparse: SparseBlock | None,
         number: int,
     ) -> None:
-        # Bound before it is replaced: the way for everything that is not a single token.
         self.in_library = layer.forward
         self._layer = layer
         self._norms = LayerNorms.of(layer)
-        self._hidden: int = self.norm.weight.numel()
         self.attention = attention
         self.sparse = sparse
         self.number = number
@@ -103,7 +97,6 @@ class SingleTokenLayer:
         self.streams = None if path.streams is None else tuple(getattr(layer, name) for name in path.streams[:2])
         """What is before and after its two parts if there are several streams of hidden states."""
         self._is_whole = path.passes_choice or self.streams is not None
-        self._is_given_angles = path.angles != "none" and attention.rotated > 0
         RECORDER.layers.name(attention.address, number, lanes.ATTENTION)
         if sparse is not None and sparse.tokens is None:
             RECORDER.layers.name(sparse.address, number, lanes.EXPERTS if sparse.has_experts else lanes.DENSE)
@@ -117,40 +110,20 @@ class SingleTokenLayer:
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if self._is_whole:  # the next layer may be the library's: only whole steps are native
             return self.in_library(hidden_states, *args, **kwargs)
-        out = None
-        cache: Any = kwargs.get("cache")
-        positions: Any = kwargs.get("position_embeddings")
         if hidden_states.dtype == torch.bfloat16:
             hidden_states = hidden_states.float()
-        tokens = hidden_states.numel() // self._hidden
-        if (
-            (tokens == 1 or (tokens <= MAX_TOKENS and hidden_states.shape[0] == 1 and self.is_native))
-            and cache is not None
-            and (positions is not None or not self._is_given_angles)
-            and _hides_the_future(kwargs.get("attention_mask"), tokens)
-        ):
-            out = self.step(hidden_states.contiguous(), cache, positions)
-        if out is None and self.wants_last and hidden_states.shape[1] > 1 and not (args or self._routes_apart):
-            out = add_mlp(self._layer, self._norms, attend_last(self._layer, hidden_states, kwargs))
-        return self.in_library(hidden_states, *args, **kwargs) if out is None else out
-
-    def step(self, hidden_states: torch.Tensor, cache: Any, positions: Any) -> torch.Tensor | None:
-        """Hidden states [1, q, hidden] of the next tokens, float32, contiguous -> what the layer makes of them.
-
-        Args:
-            cache: takes their keys and values.
-            positions: their cosines and sines, or whatever the model gives its layers instead.
-
-        Returns:
-            `None`, and nothing was done, if these are not for the fast path.
-        """
-        if isinstance(self.attention, CompressedAttention):
-            return None
-        out = self.attention.step(hidden_states, cache, positions)
-        return None if out is None else self._add_mlp(out)
+        if self.wants_last and hidden_states.shape[1] > 1 and not (args or self._routes_apart):
+            return add_mlp(self._layer, self._norms, attend_last(self._layer, hidden_states, kwargs))
+        return self.in_library(hidden_states, *args, **kwargs)
 
     def rows(self, hidden: torch.Tensor, held: PagesStruct, pieces: Pieces, positions: Any) -> torch.Tensor:
-        """The same of several sequences over pages."""
+        """Hidden states [1, q, hidden] of the next tokens of several sequences, float32, contiguous -> what the layer
+        makes of them.
+
+        Args:
+            held: its pages, which take their keys and values.
+            positions: their cosines and sines, or whatever the model gives its layers instead.
+        """
         assert not isinstance(self.attention, CompressedAttention)  # which is a part of whole steps alone
         return self._add_mlp(self.attention.rows(hidden, held, pieces, positions))
 
@@ -184,18 +157,6 @@ class SingleTokenLayer:
         """Whether native calls compute all of it, several tokens at once as each of them alone, bit by bit; a card
         computes one at a time."""
         return self.sparse is not None and self.sparse.tokens is None
-
-
-def _hides_the_future(mask: torch.Tensor | None, tokens: int) -> bool:
-    """Whether a mask hides from each token what comes after it, and nothing else: of one token nothing, which eager
-    attention gets a mask for all the same."""
-    if mask is None:
-        return True
-    shown = mask if mask.dtype == torch.bool else mask == 0
-    if tokens == 1:
-        return bool(shown.all())
-    before, among = shown[..., :-tokens], shown[..., -tokens:]
-    return mask.dim() == 4 and bool(before.all()) and torch.equal(among[0, 0], torch.ones_like(among[0, 0]).tril())
 
 
 def attend_last(layer: Any, hidden_states: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:

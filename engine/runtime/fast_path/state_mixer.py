@@ -222,20 +222,19 @@ class StateMixer:
             and net.conv_kernel_size <= _MOST_TAPS
         )
 
-    def step(self, hidden_states: torch.Tensor, cache: Any, positions: Any) -> torch.Tensor | None:  # noqa: ARG002
-        """float32 [1, q, hidden], contiguous, with the net's result added; `None` if this is not for it.
+    def rows(self, hidden_states: torch.Tensor, held: PagesStruct, pieces: Pieces, positions: Any) -> torch.Tensor:  # noqa: ARG002
+        """float32 [1, q, hidden], contiguous, of the next tokens of several sequences, with the net's result added;
+        states are pages.
 
         Raises:
             EngineError: `NOT_ENOUGH_MEMORY`.
         """
-        if not self._can_go_on(cache):
-            return None
-        pieces = Pieces([Piece(_NO_PAGES, 0, hidden_states.shape[1])])
-        return self.rows(hidden_states, PagesStruct(*map(address_of, self._states(cache))), pieces, None)
-
-    def rows(self, hidden_states: torch.Tensor, held: PagesStruct, pieces: Pieces, positions: Any) -> torch.Tensor:  # noqa: ARG002
-        """The same of the next tokens of several sequences, whose states are pages."""
-        return self._compute(hidden_states, (ctypes.addressof(held), pieces.address_for(held), len(pieces.pieces)))
+        assert hidden_states.dtype == torch.float32
+        out, kernels = torch.empty_like(hidden_states), self.kernels
+        where = ctypes.addressof(held), pieces.address_for(held), len(pieces.pieces)
+        if kernels.delta_step(kernels.pool, self.address, *where, hidden_states.data_ptr(), out.data_ptr()):
+            raise out_of_memory()
+        return out
 
     def read(self, hidden_states: torch.Tensor, held: PagesStruct, pieces: Pieces) -> torch.Tensor:
         """The same of any number of tokens, projections by the net's own layers."""
@@ -251,13 +250,6 @@ class StateMixer:
     def pages(self, count: int) -> StatePages:
         """Room for so many sequences' states."""
         return StatePages(self._parts.channels, self._struct.kernel, self._parts.state, count)
-
-    def _compute(self, hidden_states: torch.Tensor, where: tuple[int, int, int]) -> torch.Tensor:
-        assert hidden_states.dtype == torch.float32
-        out, kernels = torch.empty_like(hidden_states), self.kernels
-        if kernels.delta_step(kernels.pool, self.address, *where, hidden_states.data_ptr(), out.data_ptr()):
-            raise out_of_memory()
-        return out
 
     def angles_of(self, positions: Any, tokens: int) -> Angles | None:  # noqa: ARG002 - it has none
         """None at all."""

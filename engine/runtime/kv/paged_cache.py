@@ -24,11 +24,9 @@ from engine.kernels.native.paged_attention import (
     LayerPages,
     PagedLayer,
     Piece,
-    Pieces,
     StatePages,
     pages_seen,
 )
-from engine.kernels.native.structs import PagesStruct
 from engine.runtime.kv.layers import StateLayer, library_cache
 
 _MOST_FP16 = 65504.0
@@ -53,7 +51,6 @@ class PagedCacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers is un
     """The pages of one layer, for the next tokens of one sequence.
 
     Attributes:
-        struct: of the pages, for native attention.
         window: as the library's `sliding_window`; 0 without one.
 
     Args:
@@ -64,7 +61,6 @@ class PagedCacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers is un
     def __init__(
         self,
         paged: PagedLayer,
-        struct: PagesStruct,
         window: int,
         piece: Piece,
         pages: torch.Tensor,
@@ -73,19 +69,11 @@ class PagedCacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers is un
     ) -> None:
         super().__init__()
         self._passes = passes
-        self.struct, self.window, self.sliding_window = struct, window, window
+        self.window = self.sliding_window = window
         self.is_sliding = bool(window)
         self._paged, self._piece = paged, piece
         self._pages = pages
         self.cumulative_length = piece.held
-
-    def take(self, tokens: int) -> Pieces | None:
-        """The next tokens, whose keys and values native attention writes; `None` if these are not so many, or if there
-        is nothing before them: then the library attends."""
-        if not self._piece.held or self.cumulative_length != self._piece.held or tokens != self._piece.tokens:
-            return None
-        self.cumulative_length += tokens
-        return Pieces([self._piece])
 
     def update(
         self,
@@ -142,8 +130,8 @@ class PagedCacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers is un
 class PagedIndexedLayer(PagedCacheLayer):
     """The same with the keys of an index of important tokens."""
 
-    def __init__(self, paged: PagedLayer, struct: PagesStruct, piece: Piece, pages: torch.Tensor) -> None:
-        super().__init__(paged, struct, 0, piece, pages)
+    def __init__(self, paged: PagedLayer, piece: Piece, pages: torch.Tensor) -> None:
+        super().__init__(paged, 0, piece, pages)
         self._indexed = piece.held
         # Where a model has the positions of its index kept here: of text, as many as there are tokens on each axis.
         positions = torch.arange(piece.held, device=pages.device).expand(_AXES, 1, -1)
@@ -184,13 +172,12 @@ class PagedCompressedLayer(PagedCacheLayer):
     def __init__(
         self,
         compressed: CompressedPages,
-        struct: PagesStruct,
         window: int,
         piece: Piece,
         recent: torch.Tensor,
         pages: torch.Tensor,
     ) -> None:
-        super().__init__(compressed.recent, struct, window, piece, recent)
+        super().__init__(compressed.recent, window, piece, recent)
         self._compressed, self._entry_pages = compressed, pages
         self._begun: dict[str, int] = {}
         """By what compresses, the first run that these tokens may have filled."""
@@ -439,19 +426,19 @@ class PagedCaches:
                 pages[place, has_window] = pages_seen(piece, has_window=has_window).to(place, torch.int64)
             return pages[place, has_window]
 
-        def layer_of(paged: LayerPages, struct: PagesStruct, window: int) -> Any:
+        def layer_of(paged: LayerPages, window: int) -> Any:
             if isinstance(paged, StatePages):
                 return _state_layer(paged, piece)
             place = _by_token(paged).keys.device
             own = seen(place, has_window=window > 0)
             if isinstance(paged, CompressedPages):
-                return PagedCompressedLayer(paged, struct, window, piece, own, seen(place, has_window=False))
+                return PagedCompressedLayer(paged, window, piece, own, seen(place, has_window=False))
             if paged.index is not None:
-                return PagedIndexedLayer(paged, struct, piece, own)
-            return PagedCacheLayer(paged, struct, window, piece, own, passes=passes)
+                return PagedIndexedLayer(paged, piece, own)
+            return PagedCacheLayer(paged, window, piece, own, passes=passes)
 
         cache = DynamicCache()
-        cache.layers = list(map(layer_of, self.layers, self.structs, self.windows))
+        cache.layers = list(map(layer_of, self.layers, self.windows))
         return cache
 
     def keep(self, piece: Piece, cache: Any) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter, sleep
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -21,9 +21,13 @@ from engine.common.falls import passed_over
 from engine.jobs.rows import BatchOutcome, Check
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.generation import GenerationResult
+from engine.runtime.decode.sequence import Sequence
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.continuous_batch import ContinuousBatch, RowSource
-from engine.runtime.schedule.request import AnswerCallback, BatchRequest, Preparation, PreparedRow
+from engine.runtime.schedule.request import AnswerCallback, BatchRequest
+
+if TYPE_CHECKING:
+    from engine.runtime.schedule.scheduler import Scheduler
 
 _Result = TypeVar("_Result")
 _IDLE_S = 0.005
@@ -31,25 +35,14 @@ _CLOSED = "The engine was needed for something else: resume the job."
 
 
 class Background:
-    """The jobs of one loaded model, as its scheduler sees them.
+    """The jobs of one loaded model, as its scheduler sees them."""
 
-    Args:
-        make_lane: where rows are answered by a policy, and why they do not share sweeps; see `lane_for`.
-        on_news: called on any thread when there is something to do for the engine's.
-    """
-
-    def __init__(
-        self,
-        loaded: LoadedModel,
-        make_lane: Callable[[BatchPolicy], tuple[ContinuousBatch, str]],
-        on_news: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.loaded, self._make_lane, self.on_news = loaded, make_lane, on_news
-        self._preparation = Preparation(loaded)
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
         self._lock = threading.Lock()
         self._calls: deque[Callable[[], None]] = deque()
         self._runs: list[_Run] = []
-        self._lanes: dict[Any, _Shared] = {}
+        self._lanes: dict[Any, ContinuousBatch] = {}
         self._last: ContinuousBatch | None = None
         self._is_closed = False
         self.seconds = 0.0
@@ -80,7 +73,7 @@ class Background:
             is_closed = self._is_closed
         if is_closed:
             self._answer_calls()
-        self.on_news()
+        self._scheduler.on_news()
         over.wait()
         if errors:
             raise errors[0]
@@ -89,18 +82,21 @@ class Background:
     # --- the engine's thread ----------------------------------------------------------------------
 
     @property
+    def loaded(self) -> LoadedModel:
+        return self._scheduler.loaded
+
+    @property
     def is_busy(self) -> bool:
         """Whether any job wants the engine now."""
         return bool(self._calls or self._runs)
 
     @property
     def has_jobs(self) -> bool:
-        """Whether any job has a place here, or wants one."""
         return bool(self._lanes or self.is_busy)
 
     def held_bytes(self, beside: ContinuousBatch | None) -> int:
         """Bytes of what rows hold, but in the pages of this batch, which counts those itself."""
-        lanes = (shared.lane for shared in self._lanes.values())
+        lanes = self._lanes.values()
         return sum(lane.held_bytes for lane in lanes if beside is None or lane.pool is not beside.pool)
 
     @property
@@ -116,10 +112,12 @@ class Background:
             while self.is_busy:
                 self._answer_calls()
                 self._settle()
-                lane = self._next_lane()
-                if lane is None:
+                lanes = list(dict.fromkeys(run.lane for run in self._runs if not run.lane.is_resting))
+                if not lanes:
                     return
-                self._last = lane
+                # Whose turn it is: the first after the last one.
+                after = lanes.index(self._last) + 1 if self._last in lanes else 0
+                lane = self._last = lanes[after % len(lanes)]
                 if not self._go_on_with(lane, until) and not any(run.is_over for run in self._runs):
                     sleep(_IDLE_S)  # for room that requests still have
                     return
@@ -132,29 +130,27 @@ class Background:
     def join(self, policy: BatchPolicy) -> JobRows:
         """A place for a job's rows, whose sweeps it shares with jobs that keep their context in the same way."""
         key = policy.kv_type, policy.window, policy.kept
-        shared = self._lanes.get(key)
-        if shared is None:
-            lane, note = self._make_lane(policy)
-            shared = self._lanes[key] = _Shared(lane, note)
-        shared.jobs += 1
+        lane = self._lanes.get(key)
+        if lane is None:
+            lane = self._lanes[key] = self._scheduler.job_lane(policy)
+        lane.jobs += 1
 
         def leave() -> None:
-            shared.jobs -= 1
-            if not shared.jobs and self._lanes.get(key) is shared:
+            lane.jobs -= 1
+            if not lane.jobs and self._lanes.get(key) is lane:
                 del self._lanes[key]
-                shared.lane.free()
+                lane.free()
 
-        return JobRows(self, shared, leave)
+        return JobRows(self, lane, leave)
 
     def begin(self, run: _Run) -> None:
-        """Takes a job's rows from now on."""
-        run.shared.lane.sources.append(run.source)
+        run.lane.sources.append(run.source)
         self._runs.append(run)
 
-    def rows_of(self, run: _Run, requests: Iterator[BatchRequest]) -> Iterator[PreparedRow]:
+    def rows_of(self, run: _Run, requests: Iterator[BatchRequest]) -> Iterator[Sequence]:
         """A job's rows; what breaks while they are read breaks this job alone."""
         try:
-            yield from self._preparation.rows(requests, run.answered, run.cancelled)
+            yield from self._scheduler.preparation.rows(requests, run.answered, run.cancelled)
         except RequestCancelled:
             run.outcome = BatchOutcome.CANCELLED
         except BaseException as error:
@@ -172,13 +168,9 @@ class Background:
             run.error = run.error or EngineError(ErrorCode.BUSY, _CLOSED)
             self._end(run)
         lanes, self._lanes = self._lanes, {}
-        for shared in lanes.values():
+        for lane in lanes.values():
             with passed_over("Rows of a job could not be given up"):  # the card that they are on may be gone
-                shared.lane.free()
-
-    def use(self, loaded: LoadedModel) -> None:
-        """Answers with this model from now on."""
-        self.loaded, self._preparation = loaded, Preparation(loaded)
+                lane.free()
 
     def _answer_calls(self) -> None:
         while True:
@@ -187,13 +179,6 @@ class Background:
                     return
                 call = self._calls.popleft()
             call()
-
-    def _next_lane(self) -> ContinuousBatch | None:
-        """Whose turn it is: the first after the last one."""
-        lanes = list(dict.fromkeys(run.shared.lane for run in self._runs if not run.shared.lane.is_resting))
-        if self._last in lanes:
-            lanes = lanes[lanes.index(self._last) + 1 :] + lanes[: lanes.index(self._last) + 1]
-        return lanes[0] if lanes else None
 
     def _go_on_with(self, lane: ContinuousBatch, until: Check) -> bool:
         """Whether there was anything to go on with."""
@@ -207,7 +192,7 @@ class Background:
             has_more = lane.go_on(enough)
         except BaseException as error:  # of the model: it is told to all whose rows are there
             for run in self._runs:
-                if run.shared.lane is lane:
+                if run.lane is lane:
                     run.error = error
             return True
         self._look()
@@ -222,7 +207,6 @@ class Background:
         return is_over
 
     def _settle(self) -> None:
-        """Ends the runs that are over."""
         for run in list(self._runs):
             run.look()
             if run.is_over:
@@ -230,7 +214,7 @@ class Background:
 
     def _end(self, run: _Run) -> None:
         self._runs.remove(run)
-        lane, source = run.shared.lane, run.source
+        lane, source = run.lane, run.source
         if run.error is not None or run.outcome is BatchOutcome.CANCELLED:
             with passed_over("Rows of a job could not be given up"):
                 lane.drop(source)
@@ -240,19 +224,10 @@ class Background:
 
 
 @dataclass(eq=False)
-class _Shared:
-    """A lane, and how many jobs have a place in it."""
-
-    lane: ContinuousBatch
-    note: str
-    jobs: int = 0
-
-
-@dataclass(eq=False)
 class _Run:
     """The rows of one job while its thread waits for them."""
 
-    shared: _Shared
+    lane: ContinuousBatch
     source: RowSource
     on_row: AnswerCallback
     should_yield: Check
@@ -266,7 +241,7 @@ class _Run:
         """Whether its thread can go on; a sweep with rows of it ends first, unless they are not wanted any more."""
         if self.error is not None or self.outcome is BatchOutcome.CANCELLED:
             return True
-        return self.outcome is not None and not self.shared.lane.works_on(self.source)
+        return self.outcome is not None and not self.lane.works_on(self.source)
 
     def look(self) -> None:
         """Asks its job how to go on."""
@@ -277,13 +252,13 @@ class _Run:
                 self.outcome = BatchOutcome.CANCELLED
             elif self.outcome is None and self.should_yield():
                 self.outcome, self.source.rests = BatchOutcome.YIELDED, True
-            elif self.outcome is None and self.shared.lane.has_ended(self.source):
+            elif self.outcome is None and self.lane.has_ended(self.source):
                 self.outcome = BatchOutcome.FINISHED
         except BaseException as error:
             self.error = error
 
     def answered(self, answer: GenerationResult) -> None:
-        """Tells the job of an answer; what breaks there breaks this job alone."""
+        """What breaks in the job breaks this job alone."""
         try:
             if self.error is None:
                 self.on_row(answer)
@@ -294,23 +269,21 @@ class _Run:
 class JobRows:
     """The place of one job's rows among others: see `BatchExecutor`.  For the job's thread."""
 
-    def __init__(self, background: Background, shared: _Shared, leave: Callable[[], None]) -> None:
-        self._background, self._shared, self._leave = background, shared, leave
-        self.note = shared.note
-        self._source: RowSource | None = None
+    def __init__(self, background: Background, lane: ContinuousBatch, leave: Callable[[], None]) -> None:
+        self._background, self._lane, self._leave = background, lane, leave
+        self.note, self._source = lane.note, RowSource()
         self._is_closed = False
 
     @property
     def under_way(self) -> tuple[int, int]:
-        """The job's rows that share sweeps now, and the tokens generated for them."""
-        return self._source.under_way if self._source is not None else (0, 0)
+        return self._source.under_way
 
     def run(
         self, rows: Iterator[BatchRequest], on_row: AnswerCallback, should_yield: Check, cancelled: Check
     ) -> BatchOutcome:
         """See `BatchExecutor.run`: waits for the engine's thread, which asks all of these."""
-        source = self._source = self._source or RowSource(iter(()), on_row)
-        run = _Run(self._shared, source, on_row, should_yield, cancelled)
+        source = self._source
+        run = _Run(self._lane, source, on_row, should_yield, cancelled)
         source.prepared, source.on_row = self._background.rows_of(run, rows), run.answered
         source.rests = source.is_dry = False
         self._background.call(lambda: self._background.begin(run))
@@ -328,6 +301,5 @@ class JobRows:
                 self._background.call(self._give_back)
 
     def _give_back(self) -> None:
-        if self._source is not None:
-            self._shared.lane.drop(self._source)
+        self._lane.drop(self._source)
         self._leave()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,21 +21,21 @@ import torch
 from engine.common import clock
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.devices.failures import is_out_of_memory
-from engine.jobs.rows import BatchOutcome, Check, always, never
+from engine.jobs.rows import BatchOutcome, Check, never
 from engine.kernels.native.paged_attention import PAGE_TOKENS
 from engine.runtime.batch.packed_sweep import PackedModel, Work
 from engine.runtime.batch.policy import BatchPolicy
-from engine.runtime.decode.drafter import Guess
+from engine.runtime.decode.beam_search import decode_beams
 from engine.runtime.decode.paged_steps import PagedSteps
-from engine.runtime.decode.sequence import AnswerSequence, SequenceError, of_one, wrong_with_one
-from engine.runtime.decode.speculation import Speculation, StepPrices
+from engine.runtime.decode.sequence import Sequence, SequenceError, of_one, wrong_with_one
+from engine.runtime.decode.speculation import Guess, Speculation, StepPrices
 from engine.runtime.decode.step_model import MOST_ROWS
 from engine.runtime.kv.library_caches import LibraryCaches
 from engine.runtime.kv.paged_cache import PagedCaches
 from engine.runtime.kv.pages import NO_PREFIX, PageKind, PagePool
 from engine.runtime.prefix_cache.store import PrefixCache
 from engine.runtime.schedule.left_pages import LeftPages, Partings
-from engine.runtime.schedule.request import AnswerCallback, PreparedRow
+from engine.runtime.schedule.request import AnswerCallback
 from engine.runtime.schedule.row import PagedRow
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER, seconds_ns
@@ -59,29 +59,26 @@ class RowSource:
     """Where rows come from and where their answers go: the requests of people, or one job.
 
     Attributes:
-        prepared: the next ones; it may have ended now and go on later.
+        prepared: the next ones, behind those that are `waiting`.
         rests: whether its rows stay as they are, and no more of them are begun.
         rows: those in progress that have pages, or gave them up.
         is_dry: whether it had no more when it was last asked.
     """
 
-    prepared: Iterator[PreparedRow | None]
-    on_row: AnswerCallback
+    prepared: Iterator[Sequence] = iter(())  # noqa: RUF009 - it never gives any
+    on_row: AnswerCallback = lambda _answer: None
     rests: bool = False
     rows: list[PagedRow] = field(default_factory=list)
-    next: PreparedRow | None = None
-    """For which there has been no room."""
+    waiting: deque[Sequence] = field(default_factory=deque)
     is_dry: bool = False
 
-    def take(self) -> PreparedRow | None:
-        """The row to begin next, if there is one now."""
-        new, self.next = self.next or next(self.prepared, None), None
+    def take(self) -> Sequence | None:
+        new = self.waiting.popleft() if self.waiting else next(self.prepared, None)
         self.is_dry = new is None
         return new
 
     @property
     def under_way(self) -> tuple[int, int]:
-        """Its rows in progress, and the tokens generated for them."""
         return len(self.rows), sum(len(row.sequence.ids) for row in self.rows)
 
 
@@ -111,14 +108,18 @@ class ContinuousBatch:
         exact: bool = False,
     ) -> None:
         self.sources: list[RowSource] = []
-        self._own = RowSource(iter(()), lambda _answer: None)
+        self.own = RowSource()
         """Of who asks by `submit` or `run`."""
+        self.note = ""
+        """Why rows cannot share this model's layers, for the user; empty if they can."""
+        self.jobs = 0
+        """Those whose rows are answered here."""
         self.turns = 0
         """Sweeps begun so far."""
         # With a window of its own a row holds other values than a chat, and what is the library's is not written down.
         self._kept = kept if not (policy.window or isinstance(model.caches, LibraryCaches)) else None
         self._keeps = keeps
-        self._model, self._policy, self._above = model, policy, above
+        self.model, self._policy, self._above = model, policy, above
         self.below: list[ContinuousBatch] = []
         self._is_exact = exact
         self.exact: PagedSteps | None = None
@@ -128,7 +129,10 @@ class ContinuousBatch:
             # Any one request has room; memory is only taken as tokens come.
             state_weight = -(-model.state_bytes // model.page_bytes)
             sizes, pages = model.sizes, model.pages
-            kind = self._kind_of(model, window=sizes.window_tokens)
+            discards, exact_tokens = (model.discard, model.discard_states, model.discard_windows), model.exact_tokens
+            kind = PageKind(
+                NO_PREFIX, 1, *discards, sizes.window_tokens, model.most_at_once, *exact_tokens, model.together_tokens
+            )
             if exact or policy.on_device or isinstance(model.caches, LibraryCaches):
                 longest = PagePool(0, state_weight, sizes).needs(model.context_tokens, kind)
                 pages = min(max(pages, longest), max(policy.rows, _PREFIXES) * longest)
@@ -146,7 +150,7 @@ class ContinuousBatch:
                 weight = -(-model.sizes.nbytes // (above.model.sizes.page * above.model.page_bytes))
                 self._kind = PageKind(uuid4().bytes, weight, model.discard, model.discard_states)
                 model.allocate(self.pool.pages, self.pool.states)
-        self._partings = Partings(PAGE_TOKENS)
+        self._partings = Partings()
         """Where rows leave states, if layers have any."""
         self.is_short: Check = model.are_others_in_the_way
         """Asked when the smallest sweep finds no memory: whether others hold it, so that its caller goes elsewhere, or
@@ -156,9 +160,6 @@ class ContinuousBatch:
         self._pages_given = 0
         """How much of the pages' memory was given up since a sweep had enough."""
         self.rows: list[PagedRow] = []
-        self._source_of: dict[PagedRow, RowSource] = {}
-        self._new: deque[PreparedRow] = deque()
-        self._arrived = _arriving(self._new)
         self._aside: deque[PagedRow] = deque()
         """Rows that gave up their pages for older ones, the oldest first."""
         self._sweep: Generator[None, None, torch.Tensor] | None = None
@@ -174,36 +175,26 @@ class ContinuousBatch:
         """Rows that something was wrong with."""
         self.most_rows = 0
         """Most rows in progress at the same time so far."""
-        self.piggybacked: Callable[[], Sequence[PagedRow]] = _nobody
+        self.piggybacked: Callable[[], list[PagedRow]] = list
         """Asked when a sweep begins: rows of others, in the same pages, that may take part in it with a token each."""
         self._has_dropped_piggybacked = False
         self._token_s = 0.0
         """What sweeps have taken lately for each of their tokens."""
         self._sweep_s = 0.0
 
-    def _kind_of(self, model: PackedModel, window: int) -> PageKind:
-        discards = (model.discard, model.discard_states, model.discard_windows)
-        exact, again = model.exact_tokens
-        return PageKind(NO_PREFIX, 1, *discards, window, model.most_at_once, exact, again, model.together_tokens)
-
-    def submit(self, new: PreparedRow, on_row: AnswerCallback, begun: AnswerSequence | None = None) -> None:
-        """Takes a request, which is answered in `sweep`.
-
-        Args:
-            begun: its answer, if some of it is there: what was read for it is read again.
-        """
-        self._asks(self._arrived, on_row)
-        if begun is None:
-            self._new.append(new)
+    def submit(self, new: Sequence, on_row: AnswerCallback) -> None:
+        """Takes a request, which is answered in `sweep`; if some of its answer is there, what it had is read again."""
+        self._asks(iter(()), on_row)
+        if not new.ids:
+            self.own.waiting.append(new)
             return
-        row = self.row_of(new, begun)
+        row = self.row_of(new, self.own)
         row.step_aside()
-        self._own.rows.append(row)
-        self._source_of[row] = self._own
+        self.own.rows.append(row)
         self._aside.append(row)
 
     def run(
-        self, prepared: Iterator[PreparedRow], on_row: AnswerCallback, should_yield: Check, cancelled: Check
+        self, prepared: Iterator[Sequence], on_row: AnswerCallback, should_yield: Check, cancelled: Check
     ) -> BatchOutcome:
         """Answers the rows of one source until there are no more; see `BatchExecutor.run`."""
         self._asks(prepared, on_row)
@@ -222,10 +213,10 @@ class ContinuousBatch:
             self.close()
         return outcome
 
-    def _asks(self, prepared: Iterator[PreparedRow | None], on_row: AnswerCallback) -> None:
-        self._own.prepared, self._own.on_row = prepared, on_row
-        if self._own not in self.sources:
-            self.sources.append(self._own)
+    def _asks(self, prepared: Iterator[Sequence], on_row: AnswerCallback) -> None:
+        self.own.prepared, self.own.on_row = prepared, on_row
+        if self.own not in self.sources:
+            self.sources.append(self.own)
 
     @property
     def is_resting(self) -> bool:
@@ -234,33 +225,30 @@ class ContinuousBatch:
 
     def has_ended(self, source: RowSource) -> bool:
         """Whether all that a source had has been answered."""
-        return source.is_dry and not source.rows and source.next is None
-
-    def sweep(self, until: Check = always) -> None:
-        """Admits rows and takes them through the layers until `until()` comes true, which is asked after each sweep."""
-        self._model.leaves = never
-        with self._recorded(), self._model.threads():
-            while self._is_sweeping():
-                while self._continue():
-                    pass
-                if until():
-                    break
+        return source.is_dry and not source.rows and not source.waiting
 
     @property
     def kv_tokens(self) -> int:
         """Tokens of context that rows hold, or that the last one left."""
         return sum(row.held for row in self.rows) or self._left.tokens
 
-    def go_on(self, until: Check) -> bool:
-        """Goes on until `until()` comes true, which is asked before each layer; whether there is more to do."""
-        self._model.leaves = until
-        with self._recorded(), self._model.threads():
+    def go_on(self, until: Check, *, by_layer: bool = True) -> bool:
+        """Admits rows and takes them through the layers until `until()` comes true; whether there is more to do.
+
+        Args:
+            by_layer: it is asked before each layer, and not only after each sweep.
+        """
+        self.model.leaves = until if by_layer else never
+        with self._recorded(), self.model.threads():
             while self._is_sweeping():
-                if until():
+                if by_layer and until():
                     if self._work[0].is_exact:
                         self._end_sweep()  # nothing of it has been computed
                     return True
-                if not self._continue() and until():  # before the next one begins, perhaps with piggybacked rows
+                goes_on = self._continue()
+                while goes_on and not by_layer:
+                    goes_on = self._continue()
+                if not goes_on and until():  # before the next one begins, perhaps with piggybacked rows
                     return True
         return False
 
@@ -276,9 +264,7 @@ class ContinuousBatch:
             self._leave(row)
         if source in self.sources:
             self.sources.remove(source)
-        source.next = None
-        if source is self._own:
-            self._new.clear()
+        source.waiting.clear()
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
@@ -301,7 +287,7 @@ class ContinuousBatch:
         is_single = len(self.rows) == 1 and work[0].is_exact
         request = row.recorded if is_single else self._of_all
         if not request:
-            RECORDER.begin_request(seconds_ns(row.begun_s) if is_single else None)
+            RECORDER.begin_request(seconds_ns(row.sequence.begun_s) if is_single else None)
             request = RECORDER.request
             if is_single:
                 RECORDER.phase(lanes.PROMPT, 0)
@@ -314,37 +300,29 @@ class ContinuousBatch:
 
     def _is_sweeping(self) -> bool:
         """Whether a sweep is under way; begins one if there are rows."""
-        if self._sweep is not None and self._places != self._model.places_of_states:
+        if self._sweep is not None and self._places != self.model.places_of_states:
             self._end_sweep()
         if self._sweep is None:
             self._sweep_s = 0.0
-            self._model.heed(self.pool.fit)
+            self.model.heed(self.pool.fit)
             self._drop_cancelled()
             aside, failed = -1, self._failed
             while not (work := self._next()):
                 if len(self._aside) in (0, aside) and failed == self._failed:
                     return False
                 aside, failed = len(self._aside), self._failed  # some may have outgrown all pages
-            self._work = work + self._riders(work)
+            expected_s = self._token_s * sum(each.tokens for each in work)
+            # Rows of others are piggybacked, unless they would wait too long for their token.
+            takes_others = (
+                self.model.are_packed and not work[0].is_exact and 0 < expected_s <= _LONGEST_WITH_PIGGYBACKED_S
+            )
+            if takes_others and not self._has_dropped_piggybacked:
+                work += [Work(row, row.width, is_piggybacked=True) for row in self.piggybacked() if row.takes_company]
+            self._work, self._has_dropped_piggybacked = work, False
             self._record(work)
-            self._sweep, self._places = self._model.sweep(self._work), self._model.places_of_states
+            self._sweep, self._places = self.model.sweep(self._work), self.model.places_of_states
             self.turns += 1
         return True
-
-    @property
-    def in_progress(self) -> list[PagedRow]:
-        """Rows that have begun, those included that gave up their pages."""
-        return [*self.rows, *self._aside]
-
-    @property
-    def under_way(self) -> tuple[int, int]:
-        """Rows that share each sweep now, and the tokens generated for them."""
-        return len(self.rows), sum(len(row.sequence.ids) for row in self.rows)
-
-    @property
-    def model(self) -> PackedModel:
-        """For others who share its pages."""
-        return self._model
 
     def give_way(self) -> bool:
         """The newest row returns its pages to somebody with priority; whether there is any."""
@@ -363,7 +341,7 @@ class ContinuousBatch:
         self._free_caches()
 
     def _free_caches(self) -> None:
-        if isinstance(self._model.caches, LibraryCaches):
+        if isinstance(self.model.caches, LibraryCaches):
             self.pool.discard_free_states()  # each is as long as its row
 
     @property
@@ -377,22 +355,11 @@ class ContinuousBatch:
             self._end_sweep()
             self._has_dropped_piggybacked = True
 
-    def _riders(self, work: list[Work]) -> list[Work]:
-        """Rows to piggyback on a sweep over `work`, unless they would wait too long for their token."""
-        sent_away, self._has_dropped_piggybacked = self._has_dropped_piggybacked, False
-        expected_s = self._token_s * sum(each.tokens for each in work)
-        is_packed = self._model.are_packed and not work[0].is_exact
-        if sent_away or not is_packed or not 0 < expected_s <= _LONGEST_WITH_PIGGYBACKED_S:
-            return []
-        return [Work(row, row.width, is_piggybacked=True) for row in self.piggybacked() if row.takes_company]
-
     @property
     def held_bytes(self) -> int:
-        """Bytes of what rows hold now, or have left to be shared."""
-        return self._model.held_bytes(self.pool.filled)
+        return self.model.held_bytes(self.pool.filled)
 
     def close(self) -> None:
-        """Drops all rows."""
         for source in list(self.sources):
             self.drop(source)
 
@@ -401,8 +368,8 @@ class ContinuousBatch:
         self.close()
         self._left.give_up()
         self._left.tokens = 0
-        if self._above is None or self._model is not self._above.model:
-            self._model.close()
+        if self._above is None or self.model is not self._above.model:
+            self.model.close()
             self.pool.leave(self._kind)
         if self._above is not None and self in self._above.below:
             self._above.below.remove(self)
@@ -433,8 +400,9 @@ class ContinuousBatch:
             self._sweep = None
             for each in self._work:
                 if each.is_certain and each.row.state is not None:  # which may be anything
-                    (self if each.row in self._source_of else self._above or self)._put_aside(each.row)
-            if not _is_memory(error):
+                    (self if self._has(each.row) else self._above or self)._put_aside(each.row)
+            is_memory = isinstance(error, EngineError) and error.code is ErrorCode.NOT_ENOUGH_MEMORY
+            if not (is_memory or is_out_of_memory(error)):
                 raise
             if not self._lighten(error):
                 raise EngineError(ErrorCode.NOT_ENOUGH_MEMORY, _TAKEN) from None
@@ -446,13 +414,12 @@ class ContinuousBatch:
         """After an error: drops the row that was computed by itself, or all where rows share sweeps; the numbers of
         those that were begun by `submit`, and what each is to be told."""
         work, self._work, self._sweep = self._work, [], None
-        if work and not (self._model.are_packed and work[0].row.takes_company):  # it may have been put aside
+        if work and not (self.model.are_packed and work[0].row.takes_company):  # it may have been put aside
             self._leave(work[0].row)
             return [(work[0].row.request.row, wrong_with_one(error))]
-        begun = [row.request.row for row in self._own.rows]
-        waiting = [*self._new, *([self._own.next] if self._own.next is not None else [])]
+        asked = [*(row.sequence for row in self.own.rows), *self.own.waiting]
         self.close()
-        return [(number, error) for number in [*begun, *(new.request.row for new in waiting)]]
+        return [(each.request.row, error) for each in asked]
 
     def _lighten(self, error: BaseException) -> bool:
         """After a sweep for which there was not enough memory: makes the next one smaller, in parts or beside fewer
@@ -460,11 +427,11 @@ class ContinuousBatch:
         memory.  Whether there was anything to be done."""
         work, self._work = self._work, []
         if any(each.is_piggybacked for each in work):
-            self.piggybacked = _nobody
+            self.piggybacked = list
         elif work and (
             self._gives_pages(1)
-            or self._model.lighten(is_exact=work[0].is_exact)
-            or self._reads_less(work)
+            or self.model.lighten(is_exact=work[0].is_exact)
+            or (self.exact is not None and work[0].reads_exactly and self.exact.reads_less(work[0].tokens))
             or self._gives_pages(2)
         ):
             pass
@@ -489,12 +456,8 @@ class ContinuousBatch:
         self._pages_given = level
         return self.pool.fit(forgets=level == 2)
 
-    def _reads_less(self, work: list[Work]) -> bool:
-        first, exact = work[0], self.exact
-        return exact is not None and first.is_exact and first.row.is_reading and exact.reads_less(first.tokens)
-
     def _no_memory(self, row: PagedRow) -> EngineError:
-        tokens, room = len(row.prompt) + len(row.sequence.ids), self._model.room
+        tokens, room = len(row.prompt) + len(row.sequence.ids), self.model.room
         where, option = ("", "--ram") if room is None else (f" on {room.name}", "--vram")
         return EngineError(
             ErrorCode.NOT_ENOUGH_MEMORY,
@@ -511,7 +474,7 @@ class ContinuousBatch:
     def _leave(self, row: PagedRow) -> RowSource:
         """A row is over, wherever it stands: returns its pages, and who asked."""
         (self.rows if row in self.rows else self._aside).remove(row)
-        source = self._source_of.pop(row)
+        source: RowSource = row.source
         source.rows.remove(row)
         row.close()  # last: a lost device fails here, and again whenever what is left is given up
         self._free_caches()
@@ -520,13 +483,13 @@ class ContinuousBatch:
         return source
 
     def _drop_cancelled(self) -> None:
-        own = self._own
-        for new in [new for new in (own.next, *self._new) if new is not None and _is_cancelled(new)]:
-            if new is own.next:
-                own.next = None
-            else:
-                self._new.remove(new)
-            own.on_row(new.ended())
+        for new in list(self.own.waiting):
+            is_cancelled = False
+            with suppress(SequenceError):  # which is told once it is admitted
+                is_cancelled = new.request.cancelled()
+            if is_cancelled:
+                self.own.waiting.remove(new)
+                self.own.on_row(new.result())
         for row in [*self.rows, *self._aside]:
             with self._work_for(row):
                 if row.beams is None and row.request.cancelled():
@@ -538,7 +501,7 @@ class ContinuousBatch:
     @property
     def _most_at_once(self) -> int:
         """Rows in progress; few that take turns, and one if a card's experts want the memory of its context."""
-        model = self._model
+        model = self.model
         if not self._is_exact or model.are_packed:
             return self._most_rows
         return min(self._most_rows, 1 if model.has_card else _MOST_IN_TURNS)
@@ -546,13 +509,14 @@ class ContinuousBatch:
     def _admit(self) -> None:
         """Admits rows while there are pages: first those that stepped aside, then new ones."""
         able = [source for source in self.sources if not source.rests]
-        while (active := sum(not self._source_of[row].rests for row in self.rows)) < self._most_at_once:
-            aside = next((row for row in self._aside if not self._source_of[row].rests), None)
+        while (active := sum(not row.source.rests for row in self.rows)) < self._most_at_once:
+            aside = next((row for row in self._aside if not row.source.rests), None)
             if aside is not None and self._reserve(aside):
                 self._aside.remove(aside)
                 self.rows.append(aside)
                 continue
-            if aside is not None and not self.rows and self._has_outgrown(aside):
+            if aside is not None and not self.rows and not self.pool.in_use:  # no other keeps it from having pages
+                self._leave(aside).on_row(aside.answer(error=self._no_memory(aside)))
                 continue
             if aside is not None and active:  # it is next; rows that rest may keep their pages for long
                 return
@@ -564,7 +528,8 @@ class ContinuousBatch:
             try:
                 has_room = new is None or self._admit_new(new, source)
             except BaseException:
-                source.next = new  # for `give_up`: it has not been told of anything
+                assert new is not None
+                source.waiting.appendleft(new)  # for `give_up`: it has not been told of anything
                 raise
             if new is None:
                 able.remove(source)
@@ -573,52 +538,43 @@ class ContinuousBatch:
             else:  # whoever has waited longest is next
                 self.sources.append(self.sources.pop(self.sources.index(source)))
 
-    def _admit_new(self, new: PreparedRow, source: RowSource) -> bool:
+    def _admit_new(self, new: Sequence, source: RowSource) -> bool:
         """Whether there was room for a row, or it has ended before it began."""
         self._left.drop_written()
         try:
             with of_one():
                 is_cancelled = new.request.cancelled()
-                row = self.row_of(new)
+                row = self.row_of(new, source)
         except SequenceError as error:
-            source.on_row(new.ended(error))
+            source.on_row(new.result(error=error))
             return True
         if is_cancelled:
-            source.on_row(new.ended())
+            source.on_row(new.result())
             return True
-        needs = len(new.prompt) + (1 if self._policy.ahead is not None else new.limits.max_tokens)
+        needs = len(new.prompt) + (1 if self._policy.ahead is not None else new.max_tokens)
         if self.pool.needs(needs, self._kind) > self.pool.capacity:
-            source.on_row(new.ended(_too_long(new, self.pool.most_tokens(self._kind))))
+            source.on_row(new.result(error=_too_long(new, self.pool.most_tokens(self._kind))))
             return True
         if not self._reserve(row):
-            source.next = new
+            source.waiting.appendleft(new)
             return False
         self.rows.append(row)
         source.rows.append(row)
-        self._source_of[row] = source
         self.most_rows = max(self.most_rows, len(self.rows))
         return True
 
-    def row_of(self, new: PreparedRow, begun: AnswerSequence | None = None) -> PagedRow:
-        """A row that has no place yet.
-
-        Args:
-            begun: its answer, if some of it is there.
-        """
-        most_tokens = new.limits.max_tokens
-        sequence = begun or new.begin(self._model.answer_prefix(new), self._model.logits_place)
-        row = PagedRow(
-            *(new.request, new.prompt, sequence, most_tokens, self.pool, self._policy.ahead, new.begun_s, self._kind),
-            layout=new.layout,
-        )
-        text, exact = self._model.answer_prefix(new), self.exact
+    def row_of(self, new: Sequence, source: RowSource) -> PagedRow:
+        """A row that has no place yet."""
+        text, exact = self.model.answer_prefix(new), self.exact
+        new.begin(text, self.model.logits_place)
+        row = PagedRow(new, self.pool, self._kind, self._policy.ahead, source)
         if new.request.sampling.beams > 1:
-            row.search = partial(new.search, prefix=text)
+            row.search = partial(decode_beams, asked=new, prefix=text)
         elif exact is not None and exact.guesses:
             if new.layout is None:  # it knows no positions of pictures
                 row.drafter = exact.drafter()
             drafters = [row.drafter] if row.drafter is not None else []
-            row.speculation = Speculation(self._prices, text, most_tokens, drafters)
+            row.speculation = Speculation(self._prices, text, new.max_tokens, drafters)
         return row
 
     def _reserve(self, row: PagedRow) -> bool:
@@ -633,37 +589,22 @@ class ContinuousBatch:
                 return False
         return True
 
-    def _has_outgrown(self, row: PagedRow) -> bool:
-        """Ends a row that no other keeps from having pages, unless some are only lent; whether it has ended."""
-        if self.pool.in_use:
-            return False
-        self._leave(row).on_row(row.answer(error=self._no_memory(row)))
-        return True
-
-    def _make_room(self) -> None:
-        """Reserves a page for each next token of an answer; where there is none left the newest rows step aside."""
-        for row in list(self.rows):
-            while row in self.rows and not row.is_reading and not self._found(row.reserve_next):
-                self.give_way()
-
     def _next(self) -> list[Work]:
         """One token of every decoding row, and prompt tokens of the other rows up to the limit of a sweep; of a round
         of sweeps one, where some of them are computed as if alone."""
         self._admit()
-        self._make_room()
+        for row in list(self.rows):  # a page for each next token of an answer, or the newest rows step aside
+            while row in self.rows and not row.is_reading and not self._found(row.reserve_next):
+                self.give_way()
         for _ in range(2):  # rows may have gone since the round began
             if (work := next(self._round, None)) is not None:
                 return work
-            self._round = self._turns([row for row in self.rows if not self._source_of[row].rests])
+            rows = [row for row in self.rows if not row.source.rests]
+            if self.exact is not None:
+                self._round = self._sweeps(self.exact, rows)
+            else:
+                self._round = iter([work] if (work := self._packed(rows)) else [])
         return next(self._round, [])
-
-    def _turns(self, rows: list[PagedRow]) -> Iterator[list[Work]]:
-        """A round after which each of these rows has got on."""
-        if self.exact is not None:
-            yield from self._sweeps(self.exact, rows)
-            return
-        if work := self._packed(rows):
-            yield work
 
     def _sweeps(self, exact: PagedSteps, rows: list[PagedRow]) -> Iterator[list[Work]]:
         """A round: the only prompt to be read, or one whose answer has to repeat, in a sweep of its own, as is any that
@@ -672,7 +613,7 @@ class ContinuousBatch:
         waiting = self._waiting(rows)
         reading = [row for row in rows if row.is_reading and row not in waiting and self._finds_more(row)]
         writing = [row for row in rows if not row.is_reading]
-        most, are_packed = exact.most_rows, self._model.are_packed
+        most, are_packed = exact.most_rows, self.model.are_packed
         able = {row for row in rows if are_packed and row.takes_company}
         only = next((row for row in reading if row.request.repeats), reading[0] if len(reading) == 1 else None)
         for row in reading:
@@ -693,7 +634,7 @@ class ContinuousBatch:
 
     def _goes_on_now(self, row: PagedRow) -> bool:
         """Whether a row is still there, and is not to begin again."""
-        if row not in self.rows or self._source_of[row].rests:
+        if row not in self.rows or row.source.rests:
             return False
         if row.is_to_begin_again:
             self._put_aside(row)
@@ -715,7 +656,7 @@ class ContinuousBatch:
             work.append(Work(row, row.width + tried, is_exact=True, guess=guess))
         return work
 
-    def _packed(self, rows: Sequence[PagedRow]) -> list[Work]:
+    def _packed(self, rows: list[PagedRow]) -> list[Work]:
         work, left = list[Work](), self._sweep_tokens
         being_read, waiting = set[bytes](), self._waiting(rows)
         for row in rows:
@@ -731,7 +672,7 @@ class ContinuousBatch:
             left -= tokens
         return work
 
-    def _waiting(self, rows: Sequence[PagedRow]) -> set[PagedRow]:
+    def _waiting(self, rows: list[PagedRow]) -> set[PagedRow]:
         """Those of some rows that wait for what others are reading of what both begin with, before they read
         themselves."""
         readers, waiting = list[PagedRow](), set[PagedRow]()
@@ -749,10 +690,6 @@ class ContinuousBatch:
         ended it."""
         if row.state is not None and not row.request.repeats and not row.undivided:
             tokens = self._partings.up_to(row, row.up_to_state(tokens) if self._keeps else tokens)
-        return self._looked_at(row, tokens)
-
-    def _looked_at(self, row: PagedRow, tokens: int) -> int:
-        """How many of its next tokens a row reads once pictures among them have been looked at."""
         if row.layout is None:
             return tokens
         before = RECORDER.request  # what reads pictures is recorded before its sweep begins
@@ -764,7 +701,7 @@ class ContinuousBatch:
 
     def _finds_more(self, row: PagedRow) -> bool:
         """Takes over what is there of a prompt; false if anything went wrong."""
-        exact, begins, caches = self.exact, not row.held, self._model.caches
+        exact, begins, caches = self.exact, not row.held, self.model.caches
         with self._work_for(row):
             if caches is not None and caches.have_states:
                 if row.state is None:
@@ -794,14 +731,13 @@ class ContinuousBatch:
             with self._work_for(each.row):
                 if each.row.is_reading and not each.row.sequence.ids:
                     each.row.request.on_progress(each.row.held + each.tokens, len(each.row.prompt))
-                if each.is_exact and self.exact is not None:
-                    each.row.has_read_exactly(each.tokens, self.exact.chunk_tokens)
-                else:
-                    each.row.has_read(each.tokens)
-                if isinstance(self._model.caches, LibraryCaches):
-                    each.row.forget_last_state(self._model.caches)
-                if each.row.is_reading and each.row.state is not None:
-                    self._passes(each.row)
+                each.row.has_read(each.tokens, self.exact.chunk_tokens if each.is_exact and self.exact else 0)
+                if isinstance(self.model.caches, LibraryCaches):
+                    each.row.forget_last_state(self.model.caches)
+                if each.row.is_reading and each.row.state is not None and (caches := self.model.caches) is not None:
+                    parts = self._partings.ends(each.row, each.row.held)
+                    if parts or (self._keeps and each.row.leaves_state(caches)):
+                        each.row.leave_state(caches)  # others may go on from there
         if RECORDER.on and is_single:
             RECORDER.phase(lanes.PREFILL, work[0].tokens)
         for row, of_row in zip(choosing, logits, strict=False):
@@ -814,12 +750,6 @@ class ContinuousBatch:
         for row in choosing:
             if row.over is not None and row.error is None:
                 self._ended(row)
-
-    def _passes(self, row: PagedRow) -> None:
-        """In the midst of a prompt: leaves a state where others may go on from it."""
-        parts, caches = self._partings.ends(row, row.held), self._model.caches
-        if caches is not None and (parts or (self._keeps and row.leaves_state(caches))):
-            row.leave_state(caches)
 
     def _take_exact(self, work: list[Work], logits: torch.Tensor) -> None:
         """After a step of answers, with what was tried."""
@@ -853,7 +783,7 @@ class ContinuousBatch:
     def _goes_on(self, row: PagedRow, logits: torch.Tensor, guess: Guess | None) -> int:
         """Chooses an answer's next token, and those after it that were tried, from logits [q, V]; returns how many."""
         if row.search is not None:
-            caches = self._model.caches
+            caches = self.model.caches
             assert caches is not None
             with self._work_for(row):
                 row.search_on(logits, caches)
@@ -861,12 +791,12 @@ class ContinuousBatch:
         tried = guess.ids if guess is not None else ()
         for place in range(logits.shape[0]):
             with self._work_for(row):
-                token = _choose(row, logits[place])
+                token = int(row.sequence.choose(logits[place : place + 1]))
                 text, row.over = row.sequence.take(token)
-                row.request.on_text(text, len(row.sequence.ids))
+                row.sequence.tell(text, len(row.sequence.ids))
                 if row.over is None and self._is_exact and row.request.cancelled():
                     text, row.over = row.sequence.end("cancelled")
-                    row.request.on_text(text, len(row.sequence.ids))
+                    row.sequence.tell(text, len(row.sequence.ids))
             if row.over is not None or row.error is not None or place == len(tried) or tried[place] != token:
                 return place + 1
         return logits.shape[0]
@@ -884,16 +814,19 @@ class ContinuousBatch:
 
     def _ended(self, row: PagedRow) -> None:
         """A row has its answer, or an error, whoever's it is; who lent it without being here looks at it by itself."""
-        if row in self._source_of:
+        if self._has(row):
             if row.error is None:
                 if self._keeps:
-                    self._left.leave(row, self._model)
+                    self._left.leave(row, self.model)
                 elif row.state is not None:
                     row.leave_part()  # nobody could go on without its state
             answer = row.answer(row.over or "cancelled", row.error)
             self._leave(row).on_row(answer)
         elif self._above is not None:
             self._above._ended(row)
+
+    def _has(self, row: PagedRow) -> bool:
+        return row in self.rows or row in self._aside
 
     def able_to_write(self) -> list[PagedRow]:
         """Its rows that can take part in a sweep of others now, with room for a token."""
@@ -905,34 +838,9 @@ class ContinuousBatch:
         return able
 
 
-def _arriving(new: deque[PreparedRow]) -> Iterator[PreparedRow | None]:
-    while True:
-        yield new.popleft() if new else None
-
-
-def _is_cancelled(new: PreparedRow) -> bool:
-    """Whether nobody wants the answer to a request that still waits; what goes wrong is told once it is admitted."""
-    with suppress(SequenceError):
-        return new.request.cancelled()
-    return False
-
-
-def _nobody() -> Sequence[PagedRow]:
-    return ()
-
-
-def _choose(row: PagedRow, logits: torch.Tensor) -> int:
-    """The next token of a row, from logits [V]."""
-    return int(row.sequence.choose(logits[None]))
-
-
-def _is_memory(error: BaseException) -> bool:
-    return is_out_of_memory(error) or (isinstance(error, EngineError) and error.code is ErrorCode.NOT_ENOUGH_MEMORY)
-
-
-def _too_long(new: PreparedRow, tokens: int) -> EngineError:
+def _too_long(new: Sequence, tokens: int) -> EngineError:
     return EngineError(
         ErrorCode.PROMPT_TOO_LONG,
-        f"The row needs room for {len(new.prompt) + new.limits.max_tokens:,} tokens, but the batch has memory for "
+        f"The row needs room for {len(new.prompt) + new.max_tokens:,} tokens, but the batch has memory for "
         f"{tokens:,}: shorten it, lower the token limit or allow more memory with --ram.",
     )

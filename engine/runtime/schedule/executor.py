@@ -23,10 +23,8 @@ from engine.runtime.schedule.continuous_batch import ContinuousBatch
 from engine.runtime.schedule.request import AnswerCallback, BatchRequest, Preparation
 
 
-def lane_for(
-    loaded: LoadedModel, policy: BatchPolicy, above: ContinuousBatch | None = None
-) -> tuple[ContinuousBatch, str]:
-    """Where rows are answered, and why they cannot share this model's layers, for the user; empty if they can.
+def lane_for(loaded: LoadedModel, policy: BatchPolicy, above: ContinuousBatch | None = None) -> ContinuousBatch:
+    """Where rows are answered.
 
     Args:
         above: whose pages they share, if they can.
@@ -41,20 +39,23 @@ def lane_for(
     if most < loaded.context_tokens:
         kinds = ", ".join(sorted(kinds_by_length(loaded.model)))
         why = model.apart or f"this model's rotary embedding ({kinds}) depends on the length of each row"
-        note = f"Rows {f'that get longer than {most:,} tokens ' if most else ''}are answered one by one: {why}."
         if most and (above is None or above.model is model):
             lane = ContinuousBatch(model, policy, above=above, kept=loaded.kept, exact=True)
+            lane.note = f"Rows that get longer than {most:,} tokens are answered one by one: {why}."
             if lane.exact is not None:
-                return lane, note
+                return lane
             lane.free()
-        policy, note = replace(policy, rows=1), f"Rows are answered one by one: {why}."
+        policy = replace(policy, rows=1)
         if above is not None and above.exact is not None:
-            return ContinuousBatch(above.model, policy, above=above, exact=True), note
-        policy = on_device(loaded, policy)
-        return ContinuousBatch(PackedModel(loaded, policy, opens=False), policy, exact=True), note
+            lane = ContinuousBatch(above.model, policy, above=above, exact=True)
+        else:
+            policy = on_device(loaded, policy)
+            lane = ContinuousBatch(PackedModel(loaded, policy, opens=False), policy, exact=True)
+        lane.note = f"Rows are answered one by one: {why}."
+        return lane
     if above is not None and model is not above.model and isinstance(model.caches, LibraryCaches):
         above = None  # whose pages hold other states
-    return ContinuousBatch(model, policy, above=above, kept=loaded.kept), ""
+    return ContinuousBatch(model, policy, above=above, kept=loaded.kept)
 
 
 def on_device(loaded: LoadedModel, policy: BatchPolicy) -> BatchPolicy:
@@ -97,8 +98,8 @@ class BatchExecutor:
     def __init__(self, loaded: LoadedModel, policy: BatchPolicy | None = None) -> None:
         self.policy = policy or policy_for(loaded)
         self._preparation = Preparation(loaded)
-        lane, self.note = lane_for(loaded, self.policy)
-        self._batch: ContinuousBatch | None = lane
+        self._batch: ContinuousBatch | None = lane_for(loaded, self.policy)
+        self.note = self._batch.note
 
     def run(
         self,
@@ -129,7 +130,7 @@ class BatchExecutor:
     @property
     def under_way(self) -> tuple[int, int]:
         """Rows that share each sweep through the weights now, and the tokens generated for them."""
-        return self._batch.under_way if self._batch is not None else (0, 0)
+        return self._batch.own.under_way if self._batch is not None else (0, 0)
 
     def forget_prefixes(self) -> None:
         """Stops sharing earlier prompt prefixes with later rows: for measurements."""

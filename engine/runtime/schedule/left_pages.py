@@ -6,10 +6,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
-
-import torch
 
 from engine.kernels.native.paged_attention import PAGE_TOKENS
 from engine.runtime.batch.packed_sweep import PackedModel
@@ -24,7 +21,7 @@ from engine.runtime.schedule.row import PagedRow
 class _Offer:
     """Pages and states that are held until they are on disk."""
 
-    pages: torch.Tensor
+    pages: list[int]
     states: list[int]
     windows: list[int]
 
@@ -54,10 +51,7 @@ class LeftPages:
         if kept is not None and kept.is_there(row.request.chat):
             self._left_by[row.request.chat] = self._pool.prefixes(row.pages.tolist())
             if isinstance(caches, PagedCaches) and kept.keeps(row.request.chat):
-                pages = row.pages.clone()
-                for page in pages.tolist():
-                    self._pool.fork(page)
-                self._offer(kept, row, caches, pages)
+                self._offer(kept, row, caches)
         # As much as is kept of other models, or what this one has left.
         most = max(
             self._pool.needs(row.held, self._kind),
@@ -69,28 +63,32 @@ class LeftPages:
             self._pool.give_back(too_many)
         self._pool.fit(if_many=True)
 
-    def _offer(self, kept: PrefixCache, row: PagedRow, caches: PagedCaches, pages: torch.Tensor) -> None:
-        layout, windows = BlockLayout.of(caches.in_full), self._hold_windows(row)
-        states = [(tokens, state) for tokens, state in row.states if self._pool.hold_state(state)]
+    def _offer(self, kept: PrefixCache, row: PagedRow, caches: PagedCaches) -> None:
+        pool, table, (windows, others) = self._pool, row.pages.clone(), row.windows_to_keep()
+        pages, layout, chat = table.tolist(), BlockLayout.of(caches.in_full), row.request.chat
+        for page in pages:
+            pool.fork(page)
+        for page in windows.values():
+            pool.hold_window(page, is_reserved=False)  # the row lets go of it now
+        for place, page in others.items():
+            if pool.reserve(pool.window_weight):
+                pool.hold_window(page)
+                windows[place] = page
+        states = [(tokens, state) for tokens, state in row.states if pool.hold_state(state)]
         offer = _Offer(pages, [state for _tokens, state in states], [*windows.values()])
         self._offers.append(offer)
-        copy, chat = from_pages(caches.in_full, pages.tolist(), layout), row.request.chat
+        copy = from_pages(caches.in_full, pages, layout)
         if caches.have_states:
-            held = [PagedState(caches, pages, tokens, state) for tokens, state in states]
+            held = [PagedState(caches, table, tokens, state) for tokens, state in states]
             kept.offer_states(offer, row.read, layout, copy, held, chat)
-        else:
-            kept.offer(offer, row.read, layout, copy, chat, _blocks_of_windows(caches, windows, row.held))
-
-    def _hold_windows(self, row: PagedRow) -> dict[int, int]:
-        own, others = row.windows_to_keep()
-        for page in own.values():
-            self._pool.hold_window(page, is_reserved=False)  # the row lets go of it now
-        there = dict(own)
-        for place, page in others.items():
-            if self._pool.reserve(self._pool.window_weight):
-                self._pool.hold_window(page)
-                there[place] = page
-        return there
+            return
+        blocks: WindowBlocks | None = None
+        if caches.slides:
+            own, each = BlockLayout.of(caches.in_windows), BLOCK_TOKENS // PAGE_TOKENS
+            whole = range(row.held // BLOCK_TOKENS)
+            there = [index for index in whole if all(index * each + number in windows for number in range(each))]
+            blocks = WindowBlocks(own, from_pages(caches.in_windows, windows, own), there)
+        kept.offer(offer, row.read, layout, copy, chat, blocks)
 
     def drop_written(self) -> None:
         """Lets go of pages that were held for the disk, once that has them, and forgets those of deleted chats."""
@@ -114,25 +112,13 @@ class LeftPages:
 
     def _drop(self, offer: _Offer) -> None:
         self._offers.remove(offer)
-        for page in offer.pages.tolist():
+        for page in offer.pages:
             self._pool.release(page)
         for page in offer.windows:
             self._pool.release_window(page)
         for state in offer.states:
             self._pool.release_state(state)
 
-
-def _blocks_of_windows(caches: PagedCaches, windows: dict[int, int], tokens: int) -> WindowBlocks | None:
-    if not caches.slides:
-        return None
-    layout, each = BlockLayout.of(caches.in_windows), BLOCK_TOKENS // PAGE_TOKENS
-    whole = range(tokens // BLOCK_TOKENS)
-    there = [index for index in whole if all(index * each + number in windows for number in range(each))]
-    return WindowBlocks(layout, from_pages(caches.in_windows, windows, layout), there)
-
-
-if TYPE_CHECKING:
-    from engine.runtime.schedule.row import PagedRow
 
 _FEWEST = 32
 """Tokens that it is worth to leave a copy for."""
@@ -143,19 +129,16 @@ _MOST = 64
 class Partings:
     """Where rows whose prompts begin alike part: the first of them leaves there what the others go on from.
 
-    Args:
-        step: they are taken to part at a multiple of so many tokens.
+    They are taken to part where a page ends.
     """
 
-    def __init__(self, step: int = 1) -> None:
-        self._step = step
+    def __init__(self) -> None:
         self._recent: OrderedDict[bytes, None] = OrderedDict()
         """Prompts that were begun lately."""
         self._stops: WeakKeyDictionary[PagedRow, int] = WeakKeyDictionary()
         """Where rows leave copies on their way."""
 
     def forget(self) -> None:
-        """Forgets what prompts began with."""
         self._recent.clear()
 
     def waits(self, row: PagedRow, others: Sequence[PagedRow]) -> bool:
@@ -177,7 +160,7 @@ class Partings:
 
     def _at(self, tokens: int) -> int:
         """Where those part who have so many tokens in common; 0 if that is of no use."""
-        return tokens // self._step * self._step if tokens >= _FEWEST else 0
+        return tokens // PAGE_TOKENS * PAGE_TOKENS if tokens >= _FEWEST else 0
 
     def up_to(self, row: PagedRow, tokens: int) -> int:
         """How many of the next tokens it reads before it leaves a copy."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -14,19 +14,15 @@ from engine.common.errors import EngineError
 from engine.common.footprint import PAGE_TOKENS, SPARE_WINDOW_PAGES, pages_for
 from engine.kernels.native.paged_attention import Piece
 from engine.runtime.decode.beam_search import Beams, BeamStep
-from engine.runtime.decode.drafter import Guess
-from engine.runtime.decode.generation import Decoded, GenerationResult
-from engine.runtime.decode.sequence import AnswerSequence
-from engine.runtime.decode.speculation import Speculation
+from engine.runtime.decode.generation import GenerationResult
+from engine.runtime.decode.sequence import Sequence
+from engine.runtime.decode.speculation import Guess, HeadDrafter, Speculation
 from engine.runtime.kv.paged_cache import PagedCaches
 from engine.runtime.kv.pages import PageKind, PagePool, Prefix, prefix_after
-from engine.runtime.pictures import Layout
 from engine.runtime.prefix_cache.blocks import BLOCK_TOKENS, BlockLayout, block_into_pages, into_pages, state_into_pages
 from engine.runtime.prefix_cache.store import Found, PrefixCache, Reused
-from engine.runtime.schedule.request import BatchRequest
 
 if TYPE_CHECKING:
-    from engine.runtime.decode.head_drafter import HeadDrafter
     from engine.runtime.kv.library_caches import LibraryCaches
 
 _BEFORE_END = 16
@@ -43,34 +39,30 @@ class PagedRow:
     It reserves the pages of its prompt and of the answer's next tokens, and takes them as tokens arrive.
 
     Args:
-        prompt: its tokens, at least one.
-        most_tokens: of the answer.
         ahead: tokens of the answer whose pages are reserved at a time; `None` for all of them at once.
-        begun_s: when it was asked for.
-        layout: where pictures lie in the prompt, if there are any.
+        source: the `RowSource` that it is of.
+
+    Attributes:
+        prompt: what it has to read: the sequence's, and once it has stepped aside the answer so far.
     """
 
     def __init__(
         self,
-        request: BatchRequest,
-        prompt: list[int],
-        sequence: AnswerSequence,
-        most_tokens: int,
+        sequence: Sequence,
         pool: PagePool,
-        ahead: int | None = None,
-        begun_s: float = 0.0,
         kind: PageKind = PageKind(),  # noqa: B008 - it cannot be changed
-        layout: Layout | None = None,
+        ahead: int | None = None,
+        source: Any = None,
     ) -> None:
-        self.layout = layout
-        self.begun_s = begun_s
-        self.request, self.prompt, self.sequence = request, prompt, sequence
-        self._prompt_tokens = len(prompt)
+        self.source = source
+        self.sequence, self.request, self.layout = sequence, sequence.request, sequence.layout
+        self.prompt, most_tokens = sequence.prompt, sequence.max_tokens
+        self._prompt_tokens = len(self.prompt)
         self._pool, self._kind = pool, kind
         self.is_of_job = ahead is None  # these have room for all of their answers
         self._ahead = most_tokens if ahead is None else min(ahead, most_tokens)
         # The last token of an answer is never fed back.
-        self._table = torch.zeros(pages_for(len(prompt) + most_tokens), dtype=torch.int32)
+        self._table = torch.zeros(pages_for(len(self.prompt) + most_tokens), dtype=torch.int32)
         self._pages: list[int] = []
         self._windows: dict[int, int] = {}
         """The pages of its window by their place among its pages, if layers with one have pages of their own."""
@@ -79,7 +71,7 @@ class PagedRow:
         """Numbers of tokens that others may want to go on behind."""
         self._reserved = self._covered = 0
         """What it has room for, and the pages of tokens that this is for."""
-        self.search: Callable[[torch.Tensor], Beams[Decoded]] | None = None
+        self.search: Callable[[torch.Tensor], Beams[FinishReason]] | None = None
         """Begins the search for its answer, from logits after the prompt, if it has beams."""
         self.beams: _RowBeams | None = None
         self._least_of_beams = 0
@@ -151,7 +143,6 @@ class PagedRow:
 
     @property
     def is_reading(self) -> bool:
-        """Whether some of its prompt is still to be read."""
         return self.held < len(self.prompt)
 
     def reserve(self) -> bool:
@@ -179,7 +170,7 @@ class PagedRow:
             self._least_of_beams = self.beams.beside
         self.close()
         self._once_read = max(self._once_read, self.held)
-        self.prompt = self.prompt[: self._prompt_tokens] + self.sequence.ids
+        self.prompt = self.sequence.prompt + self.sequence.ids
         self.held = self._published = self.steady = 0
         self._has_copied, self.left = False, []
         self._begin()
@@ -289,8 +280,7 @@ class PagedRow:
 
     @property
     def read(self) -> list[int]:
-        """The tokens that are in its pages."""
-        return (self.prompt[: self._prompt_tokens] + self.sequence.ids)[: self.held]
+        return (self.sequence.prompt + self.sequence.ids)[: self.held]
 
     def share_pages(self, most: int | None = None, step: int = PAGE_TOKENS) -> None:
         """Takes over pages of rows whose prompts have the same beginning, as far as there are any.
@@ -339,7 +329,7 @@ class PagedRow:
             end += PAGE_TOKENS
         return found
 
-    def _reach(self, begun: int, prefixes: Sequence[Prefix], step: int) -> int:
+    def _reach(self, begun: int, prefixes: list[Prefix], step: int) -> int:
         """How many of these pages can be gone on behind: what the next token sees of a window is there."""
         count = run = 0
         for number, prefix in enumerate(prefixes, 1):
@@ -495,9 +485,7 @@ class PagedRow:
                 step = self.beams.search.send(logits)
                 self.beams.held += 1
         except StopIteration as end:
-            found: Decoded = end.value
-            self.sequence.become(found.ids, found.text)
-            self.over = found.reason
+            self.over = end.value
         else:
             self.beams.follow(step)
 
@@ -513,18 +501,23 @@ class PagedRow:
         self.layout.look(self.held, end)
         return end - self.held
 
-    def given(self, ids: Sequence[int], model: Any) -> dict[str, Any] | None:
+    def given(self, ids: list[int], model: Any) -> dict[str, Any] | None:
         """Arguments of the model for its next tokens, where pictures are among them."""
         return self.layout.given(self.held, ids, model) if self.layout is not None else None
 
     def next_ids(self, tokens: int) -> list[int]:
-        """The ids of its next tokens."""
         if self.beams is not None:
             return self.beams.tokens
         return self.prompt[self.held : self.held + tokens] if self.is_reading else self.sequence.ids[-1 - self.lag :]
 
-    def has_read(self, tokens: int) -> None:
-        """Records that its next tokens are in their pages, and offers complete pages for sharing."""
+    def has_read(self, tokens: int, chunk: int = 0) -> None:
+        """Records that its next tokens are in their pages, and offers complete pages for sharing.
+
+        Args:
+            chunk: so many at once were computed as if it were alone, if any were.
+        """
+        if chunk and self.held == self.steady and tokens == chunk:
+            self.steady += chunk
         self.held += tokens
         if self.layout is not None and not self.is_reading:
             self.layout.look(0, 0)
@@ -544,12 +537,6 @@ class PagedRow:
             self._pass_windows(self._kind.first_window(self.held))
             self._reserve_pages(self._needs(self._covered * PAGE_TOKENS) + self._least_of_beams)
 
-    def has_read_exactly(self, tokens: int, chunk: int) -> None:
-        """The same of prompt tokens that were computed as if it were alone, up to so many at once."""
-        if self.held == self.steady and tokens == chunk:
-            self.steady += chunk
-        self.has_read(tokens)
-
     def leave_part(self) -> None:
         """It has ended: offers its last page, too, although that is not full."""
         rest = self._tokens(self._published, self.held)
@@ -564,7 +551,6 @@ class PagedRow:
 
     @property
     def room(self) -> int:
-        """Tokens for which it has pages, or has reserved them."""
         return self._covered * PAGE_TOKENS - self.held
 
     def guess(self, most: int, rows: int, tokens: int) -> Guess | None:
@@ -581,27 +567,19 @@ class PagedRow:
         return self.speculation.guess(lambda count: count <= most, rows=rows, tokens=tokens)
 
     def answer(self, reason: FinishReason = "cancelled", error: EngineError | None = None) -> GenerationResult:
-        """The row's outcome."""
-        sequence, speculation = self.sequence, self.speculation
-        return GenerationResult(
-            sequence.text,
+        speculation = self.speculation
+        return self.sequence.result(
             reason,
-            self._prompt_tokens,
-            self.shared,
-            len(sequence.ids),
-            token_ids=tuple(sequence.ids),
+            error,
+            reused_tokens=self.shared,
             guessed_tokens=speculation.guessed if speculation is not None else 0,
             accepted_tokens=speculation.accepted if speculation is not None else 0,
-            stopped_by=sequence.stopped_by,
             from_ram=self.kept.ram,
             from_disk=self.kept.disk,
             **(self.layout.told if self.layout is not None else {}),
-            row=self.request.row,
-            error=error,
         )
 
     def close(self) -> None:
-        """Returns its pages."""
         taken = self._taken + (2 * self._pool.state_weight if self.state is not None else 0)
         if self.beams is not None:
             self.beams.close()
@@ -700,7 +678,7 @@ class _RowBeams:
 
     def __init__(
         self,
-        search: Beams[Decoded],
+        search: Beams[FinishReason],
         pool: PagePool,
         kind: PageKind,
         prompt: _Tables,
@@ -746,11 +724,9 @@ class _RowBeams:
         """What the next tokens take."""
         place = self.held // PAGE_TOKENS
         states = (len(self._states) - len(self._next)) * self._pool.state_weight
+        windows = sum(self._wants_window(table, place) for table in self._tables) if self._kind.window else 0
         new = sum(place == len(table.pages) or self._pool.is_forked(table.pages[place]) for table in self._tables)
-        return states + new * self._pool.page_weight + self._new_windows(place) * self._pool.window_weight
-
-    def _new_windows(self, place: int) -> int:
-        return sum(self._wants_window(table, place) for table in self._tables) if self._kind.window else 0
+        return states + new * self._pool.page_weight + windows * self._pool.window_weight
 
     def _wants_window(self, table: _Tables, place: int) -> bool:
         return place not in table.windows or self._pool.is_window_forked(table.windows[place])
@@ -805,7 +781,6 @@ class _RowBeams:
         return torch.tensor([table.windows.get(place, 0) for place in range(len(table.pages))], dtype=torch.int32)
 
     def close(self) -> None:
-        """Returns their pages."""
         self._release(self._tables)
         for state in [*self._states, *self._next]:
             self._pool.release_state(state)

@@ -11,25 +11,37 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from time import monotonic
+from typing import Protocol
 
 import torch
 
+from engine.common import clock
 from engine.common.errors import EngineError, RequestCancelled
 from engine.common.falls import FALLS
 from engine.jobs.rows import Check, never
 from engine.runtime.batch.policy import BatchPolicy, PlanOutdatedError
-from engine.runtime.decode.generation import GenerationResult
-from engine.runtime.decode.sequence import of_one
-from engine.runtime.failback import Places
+from engine.runtime.decode.generation import BatchRequest, GenerationResult, OnEnd, Outcome
+from engine.runtime.decode.sequence import Sequence, of_one
 from engine.runtime.load.devices import CardLoss
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.background import Background
 from engine.runtime.schedule.continuous_batch import ContinuousBatch
 from engine.runtime.schedule.executor import batch_for, lane_for
-from engine.runtime.schedule.request import Asked, BatchRequest, OnEnd, Outcome, Preparation, PreparedRow
+from engine.runtime.schedule.request import Preparation
 from engine.runtime.schedule.row import PagedRow
 from engine.runtime.schedule.times import Times
+
+
+class Places(Protocol):
+    """What loads the model without its card, and with it again: `Engine`, which stands above this."""
+
+    def without_card(self, *, is_lost: bool) -> LoadedModel: ...
+
+    def may_return(self) -> bool: ...
+
+    def with_card(self) -> LoadedModel: ...
 
 
 class Scheduler:
@@ -49,20 +61,19 @@ class Scheduler:
         places: Places | None = None,
         on_note: Callable[[str], None] = lambda _note: None,
     ) -> None:
-        self._on_news, self._places, self._on_note = on_news, places, on_note
-        self._waiting: deque[Asked] = deque()
-        self._admitted: dict[int, Asked] = {}
+        self.on_news, self._places, self._on_note = on_news, places, on_note
+        self._waiting: deque[Sequence] = deque()
+        self._admitted: dict[int, Sequence] = {}
         """Those that have a place, by their numbers."""
         self._numbers = 0
         self._rests = True
         self._times = Times()
         self._is_beside = False
         """Whether somebody else computes with the model between two turns."""
-        self.background = Background(loaded, self._job_lane, self._on_news)
+        self.background = Background(self)
         self._use(loaded)
 
     def _use(self, loaded: LoadedModel) -> None:
-        """Answers with this model from now on."""
         self.loaded, self._note = loaded, ""
         self.preparation = Preparation(loaded)
         self._kept = loaded.kept
@@ -71,7 +82,6 @@ class Scheduler:
             self._ready()  # now, and not before somebody's first token
 
     def _ready(self) -> ContinuousBatch:
-        """The batch of all requests."""
         if self._batch is None:
             self._batch = batch_for(self.loaded, self._kept)
         self._batch.is_short = self._are_short
@@ -79,22 +89,13 @@ class Scheduler:
 
     @property
     def is_busy(self) -> bool:
-        """Whether requests wait or are being answered."""
         return bool(self._waiting or self._admitted)
 
-    def _asked(self) -> list[Asked]:
-        """All requests that are being answered, or wait."""
+    def _asked(self) -> list[Sequence]:
         return [*self._admitted.values(), *self._waiting]
 
     @property
-    def note(self) -> str:
-        """Why requests are answered one by one, for the user; empty if they share sweeps."""
-        apart = self._batch.model.apart if self._batch is not None else ""
-        return f"Requests are answered one by one: {apart}." if apart else ""
-
-    @property
     def kv_tokens(self) -> int:
-        """Tokens of context now held."""
         return self._batch.kv_tokens if self._batch is not None else 0
 
     @property
@@ -104,7 +105,7 @@ class Scheduler:
         return own + self.background.held_bytes(self._batch)
 
     def submit(
-        self, request: BatchRequest | PreparedRow, on_end: OnEnd, on_begin: Callable[[], None] = lambda: None
+        self, request: BatchRequest | Sequence, on_end: OnEnd, on_begin: Callable[[], None] = lambda: None
     ) -> None:
         """Takes a request; it is answered in `serve` and `share`.
 
@@ -117,10 +118,16 @@ class Scheduler:
             self._times.start()
             self._rest(False)
         self._numbers += 1
-        asked = Asked(request, on_end, on_begin, self._wrote, self._numbers)
-        if isinstance(request, PreparedRow):
-            asked.move(self.loaded)  # which it was perhaps not prepared for
+        asked = Sequence(request) if isinstance(request, BatchRequest) else request
+        asked.on_end, asked.on_begin, asked.on_token, asked.begun_s = on_end, on_begin, self._wrote, clock.now()
+        asked.request = replace(asked.request, row=self._numbers)
+        self._sees(asked)  # it was perhaps not prepared for this model
         self._waiting.append(asked)
+
+    def _sees(self, asked: Sequence) -> None:
+        """From now on this model looks at its pictures."""
+        if asked.layout is not None and self.loaded.sight:
+            asked.layout = asked.layout.seen_by(self.loaded.sight)
 
     def answer(self, request: BatchRequest) -> GenerationResult:
         """Answers a request from its beginning to its end, and goes on with others meanwhile.
@@ -157,7 +164,7 @@ class Scheduler:
         if not self.is_busy:
             return False
         # With them in its sweep it goes on to their next token.
-        return self._awaited() or (self._times.is_due() and not any(lane.has_piggybacked for lane in self._beside()))
+        return self._awaited() or (self._times.is_due() and not any(lane.has_piggybacked for lane in self._beside))
 
     def share(self, until: Check = never) -> None:
         """Called between two steps of background work: answers for as long as that work has taken."""
@@ -192,7 +199,7 @@ class Scheduler:
 
     def forget(self) -> None:
         """Frees the context of requests.  Those that are under way never end."""
-        for lane in self._beside():
+        for lane in self._beside:
             lane.drop_piggybacked()
         self._waiting.clear()
         self._admitted.clear()
@@ -212,8 +219,7 @@ class Scheduler:
             self._kept.answering(-1 if rests else 1)
 
     def _awaited(self) -> bool:
-        """Whether anybody waits for a first token."""
-        return any(not asked.tokens for asked in self._asked())
+        return any(not asked.told for asked in self._asked())
 
     def _turn(self, until: Check) -> None:
         """A token for everybody, at least; more for one who has the model alone, until `until()`."""
@@ -226,7 +232,7 @@ class Scheduler:
                 if note != self._note:
                     self._note = note
                     self._on_note(note)
-                for lane in self._beside():
+                for lane in self._beside:
                     lane.drop_piggybacked()
                 for asked in list(self._waiting):
                     self._admit(asked)
@@ -240,7 +246,7 @@ class Scheduler:
                     self.forget()
                 finally:
                     for each in asked_for:
-                        each.end(error)
+                        each.ended(error)
                 raise
             self._move(lambda: places.without_card(is_lost=loss is CardLoss.CARD))
 
@@ -264,7 +270,7 @@ class Scheduler:
         of use again."""
         if self._places is None or self._is_beside or self._admitted:
             return
-        if self.background.has_jobs or any(asked.begun is not None for asked in self._waiting):
+        if self.background.has_jobs or any(asked.ids for asked in self._waiting):
             return
         if self._places.may_return():
             self._move(self._places.with_card)
@@ -285,47 +291,37 @@ class Scheduler:
         return self.loaded
 
     def _move(self, load: Callable[[], LoadedModel]) -> None:
-        """Goes on with the model as `load` loads it."""
-        carried = self._carried()
+        carried = self._asked()
         self.background.leave()
         self.forget()
         try:
             self._use(load())
-            self.background.use(self.loaded)
         except BaseException as error:
             self.background.close()
             for asked in carried:
-                asked.end(error)
+                asked.ended(error)
             raise
         for asked in carried:
-            asked.move(self.loaded)
+            self._sees(asked)
         self._waiting.extend(carried)
         self._rest(not carried)
 
-    def _carried(self) -> list[Asked]:
-        """Requests that are under way, each with its answer so far."""
-        rows = self._batch.in_progress if self._batch is not None else []
-        answers = {row.request.row: row.sequence for row in rows if row.sequence.ids}
-        carried = self._asked()
-        for asked in carried:
-            asked.begun = answers.get(asked.number, asked.begun)
-        return carried
-
-    def _admit(self, asked: Asked) -> None:
+    def _admit(self, asked: Sequence) -> None:
         """Gives a request its place, if there is one; what is wrong with it harms no other."""
         outcome: Outcome
         try:
-            row = asked.prepare(self.preparation)
-            if row.request.cancelled():
+            if not asked.prompt:
+                self.preparation.prepare(asked, asked.request.cancelled)
+            if asked.request.cancelled():
                 raise RequestCancelled
             batch = self._ready()
             if self._admitted:
                 batch.model.packs()  # found out now that there is company
-            elif asked.begun is None:
+            elif not asked.ids:
                 with of_one():
                     asked.on_begin()
-            batch.submit(row, self._answered, asked.begun)
-            self._admitted[asked.number] = asked
+            batch.submit(asked, self._answered)
+            self._admitted[asked.request.row] = asked
             self._waiting.remove(asked)
             return
         except RequestCancelled:
@@ -335,15 +331,16 @@ class Scheduler:
                 raise
             outcome = error
         self._waiting.remove(asked)
-        asked.end(outcome)
+        asked.ended(outcome)
 
-    def _job_lane(self, policy: BatchPolicy) -> tuple[ContinuousBatch, str]:
+    def job_lane(self, policy: BatchPolicy) -> ContinuousBatch:
         """Where jobs are answered: over the pages of requests, if these lie where the jobs' are wanted."""
-        lane, note = lane_for(self.loaded, policy, self._ready())
+        lane = lane_for(self.loaded, policy, self._ready())
         if self._batch is not None and lane.model is self._batch.model:
             lane.piggybacked = self._piggybacked
-        return lane, note
+        return lane
 
+    @property
     def _beside(self) -> list[ContinuousBatch]:
         """Where jobs are answered in the pages of requests."""
         return self._batch.below if self._batch is not None else []
@@ -361,16 +358,16 @@ class Scheduler:
         """A step of those who are answered, or more until `until()`."""
         batch = self._ready()
         try:
-            batch.sweep(until)
+            batch.go_on(until, by_layer=False)
         except Exception as error:
             if self._loss(error) is not None:
                 raise
             for number, told in batch.give_up(error):
                 if (asked := self._admitted.pop(number, None)) is not None:
-                    asked.end(told)
+                    asked.ended(told)
 
     def _answered(self, answer: GenerationResult) -> None:
         asked = self._admitted.pop(answer.row)
         if self.loaded.foresight is not None:
             self.loaded.foresight.learn_while_idle()
-        asked.end(asked.timed(answer) if answer.error is None else answer.error)
+        asked.ended(answer if answer.error is None else answer.error)

@@ -47,7 +47,6 @@ class Times:
         return self._costs.predict(Cost.TOKEN)
 
     def start(self) -> None:
-        """Neither has had any."""
         self._owed_s = 0.0
         self._costs.learn(Cost.TOKEN, weight=_SLOWER, falling=_FASTER, raw=1)
         self.rest()
@@ -67,7 +66,6 @@ class Times:
         return self._owed_s > 0
 
     def enter(self) -> None:
-        """The background stops here, for a while."""
         spent_s = self._clock() - self._since_s - self._credit_s
         self._owed_s = min(self._owed_s + spent_s, _MOST_OWED_S)
         self.rest()
@@ -77,7 +75,13 @@ class Times:
         now = self._clock()
         took_s = now - self._since_s
         if counts:
-            self._owed_s = max(self._owed_s - took_s + self._too_much_s(took_s), -_MOST_OWED_S)
+            self._unpriced_s += took_s
+            if self._tokens >= 1:  # what they took beyond their price need not be paid for, once they have come
+                tokens, all_s = self._tokens, self._unpriced_s
+                self._tokens = self._unpriced_s = 0.0
+                self._costs.observe(Cost.TOKEN, 1, all_s / tokens)
+                took_s -= max(0.0, min(all_s - tokens * self.token_s, _MOST_CREDIT * all_s))
+            self._owed_s = max(self._owed_s - took_s, -_MOST_OWED_S)
         else:
             self._tokens = self._unpriced_s = 0.0
         self._since_s = now
@@ -91,16 +95,5 @@ class Times:
             self._tokens += share
 
     def leave(self) -> None:
-        """The background goes on."""
         self.rest()
         self._is_background = True
-
-    def _too_much_s(self, seconds: float) -> float:
-        """After so much more time: what tokens took beyond their price, once they have come."""
-        self._unpriced_s += seconds
-        if self._tokens < 1:
-            return 0.0
-        tokens, took_s = self._tokens, self._unpriced_s
-        self._tokens = self._unpriced_s = 0.0
-        self._costs.observe(Cost.TOKEN, 1, took_s / tokens)
-        return max(0.0, min(took_s - tokens * self.token_s, _MOST_CREDIT * took_s))

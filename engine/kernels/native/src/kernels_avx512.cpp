@@ -7,7 +7,7 @@
 
 namespace {
 
-constexpr int64_t kAhead = 4096;  // bytes of a row between a prefetch and its use, so that memory has answered by then
+constexpr int64_t kAhead = 6144;  // bytes of a row between a prefetch and its use, so that memory has answered by then
 
 inline int64_t place(int64_t i) { return (i & ~int64_t{31}) + ((i & 1) << 4) + ((i & 31) >> 1); }
 
@@ -43,8 +43,8 @@ void dot_pair(const uint16_t *a, const uint16_t *b, const float *x, int64_t n, f
         b_odd = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_and_si512(vb, odd)), x_odd, b_odd);
     };
     for (; i + 32 <= n; i += 32) {
-        _mm_prefetch(reinterpret_cast<const char *>(a + i) + kAhead, _MM_HINT_T0);
-        _mm_prefetch(reinterpret_cast<const char *>(b + i) + kAhead, _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char *>(a + i) + kAhead, _MM_HINT_T1);
+        _mm_prefetch(reinterpret_cast<const char *>(b + i) + kAhead, _MM_HINT_T1);
         step(_mm512_loadu_si512(a + i), _mm512_loadu_si512(b + i));
     }
     if (i < n) {

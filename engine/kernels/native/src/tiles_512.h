@@ -49,7 +49,7 @@ static inline void store(float *to, Floats values) { _mm512_storeu_ps(to, values
 
 static inline void fetch(const void *from, int64_t bytes, int64_t ahead) {
     for (int64_t at = 0; at < bytes; at += 64)
-        _mm_prefetch(static_cast<const char *>(from) + at + ahead, _MM_HINT_T0);
+        _mm_prefetch(static_cast<const char *>(from) + at + ahead, _MM_HINT_T1);
 }
 
 }  // namespace
