@@ -631,7 +631,7 @@ BUNDLED_BYTES = 2.0**17
 MODELLED_LAUNCHES = Launches(layer=4, experts=1, token=4)
 """Of a card whose time is modelled: see `engine.runtime.load.timed_card`."""
 GRAPH_OPERATOR_S = 2.8e-6
-"""A kernel after another one in a graph, and its first reads: as in `engine/kernels/cuda/__main__.py`."""
+"""A kernel after another one in a graph, and its first reads: as in `benchmarks/card_kernels.py`."""
 FLAGS_S = 10e-6
 """Two flags over the link, each seen by who waits for it, and the row and outputs that go with them, in a layer that
 misses an expert; the others ask nobody: an assumption."""

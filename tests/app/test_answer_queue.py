@@ -68,6 +68,24 @@ def test_a_growing_answer_is_saved_in_steps(bench: Bench, qtbot: QtBot, monkeypa
     bench.engine.finish()
 
 
+def test_one_of_two_answers_that_grow_at_once_is_stopped(bench: Bench, engine: ScriptedEngine, qtbot: QtBot) -> None:
+    bench.ask("a")
+    bench.ask("b")
+    for number, name in enumerate("abab"):
+        engine.turn_to(number % 2)
+        engine.write(name)
+    qtbot.waitUntil(lambda: {("a", "aa"), ("b", "bb")} <= set(bench.texts))
+    bench.queue.stop("a")
+    assert engine.cancelled == ["r0"]
+    engine.turn_to(0)
+    engine.finish("cancelled")
+    assert [(m.id, m.content, m.reason_code) for m in bench.ended] == [("a", "aa", "cancelled")]
+    engine.turn_to(1)
+    engine.write("b")
+    engine.finish()
+    assert bench.ended[-1].content == "bbb"
+
+
 def test_stopping_keeps_the_text_and_a_waiting_answer_never_starts(bench: Bench, engine: ScriptedEngine) -> None:
     bench.ask("a")
     engine.write("half")

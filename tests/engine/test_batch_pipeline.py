@@ -30,6 +30,7 @@ from engine.planner.schedules import (
 )
 from engine.planner.simulator.sweeps import predicted_seconds
 from engine.runtime.batch.layers import DecoderLayers
+from engine.runtime.batch.packed_attention import PagedStates
 from engine.runtime.batch.pipeline.device_pipeline import DevicePipeline
 from engine.runtime.batch.pipeline.layer_experts import sites_of
 from engine.runtime.batch.policy import BatchPolicy, ScheduleChoice
@@ -153,15 +154,15 @@ def test_rows_are_kept_when_attention_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     failures = iter(range(4))
-    name = "attend_there" if schedule.in_ram else "_attend"
-    own = getattr(DevicePipeline, name)
+    where, name = (DevicePipeline, "attend_there") if schedule.in_ram else (PagedStates, "attend_rows")
+    own = getattr(where, name)
 
-    def attend(self: DevicePipeline, *args: Any) -> Any:
+    def attend(self: Any, *args: Any) -> Any:
         if next(failures, None) == 3:
             raise EngineError(code, "Attention could not be computed.")
         return own(self, *args)
 
-    monkeypatch.setattr(DevicePipeline, name, attend)
+    monkeypatch.setattr(where, name, attend)
     answers: dict[int, tuple[int, ...]] = {}
 
     def take(answer: GenerationResult) -> None:

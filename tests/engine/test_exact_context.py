@@ -8,7 +8,10 @@ import pytest
 import torch
 from transformers import DogeConfig, DogeForCausalLM
 
+from engine.checkpoint.catalogue import find_shape
 from engine.common.config import SamplingParams
+from engine.planner.batch_prediction import JobRows
+from engine.runtime.batch.job_plan import plan_rows
 from engine.runtime.batch.policy import BatchPolicy, can_pack, why_not_packed
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.step_model import StepModel
@@ -90,6 +93,10 @@ def test_a_dynamic_context_grows_and_the_user_is_told(tmp_path: Path) -> None:
         assert answer.token_ids == tuple(library_tokens(model.model, prompt, 8))
         assert StepModel(model.model, 160).why_not_repeated
         assert not StepModel(model.model, 40).why_not_repeated
+        for length, together in ((20, 30), (60, 1)):  # as they will be answered
+            planned = plan_rows(JobRows(30, length, 8), model, find_shape(str(tmp_path))).prediction
+            assert planned is not None
+            assert planned.batch_rows == together
     with opened_model(tmp_path, "fp32", context_tokens=40) as model:
         assert model.info.device_note == ""
 

@@ -43,6 +43,7 @@ from engine.planner.plan_parts import BatchPlan, Limits
 from engine.planner.plan_search import Question
 from engine.runtime.batch.policy import BatchPolicy, can_pack, policy_for
 from engine.runtime.decode.prompt import chat_prompt
+from engine.runtime.kv.reuse import together_tokens
 from engine.runtime.loaded_model import LoadedModel
 
 _IS_OFF = 1.5
@@ -229,7 +230,8 @@ def plan_rows(
         costs = _from_disk(engine_costs(machine, shape, precision, loaded.info.threads), loaded)
         held = loaded.disk_backed
         disk_share = 0.0 if held is None else max(0.0, 1 - held.nbytes / held.disk.table.nbytes)
-        together = min(policy.rows, _rows_that_fit(policy, rows, shape)) if can_pack(loaded.model) else 1
+        share = rows.prompt_tokens + rows.generated_tokens <= together_tokens(loaded.model) and can_pack(loaded.model)
+        together = min(policy.rows, _rows_that_fit(policy, rows, shape)) if share else 1
         predicted = predict_on_cpu(
             costs, rows, together, sweep_tokens=policy.sweep_tokens, disk_share=disk_share, off=off
         )

@@ -2,7 +2,6 @@
 // section 3.2.2), once for all layers of a step.
 #include "states.h"
 
-// As `AngleArguments` in angles.py.
 struct AngleArguments {
     const i64* positions;      // [rows]
     const float* frequencies;  // [pairs]

@@ -8,7 +8,6 @@
 #include "pages.h"
 #include "splits.h"
 
-// As `AttentionArguments` in attention.py.
 struct AttentionArguments {
     const u8* queries;  // [sequences, heads, key_dim], of `states`
     const u8* keys;     // [sequences, kv_heads, key_dim], the token's own, or null: they are in the pages

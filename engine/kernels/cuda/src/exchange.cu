@@ -21,7 +21,7 @@ struct LayerRecord {
     int slots[MOST_ASKED];
 };
 
-// As `ExchangeArguments` in exchange.py.  Distances are in bytes from the begin of `shared`.
+// Distances are in bytes from the begin of `shared`.
 struct ExchangeArguments {
     u8* shared;  // what both see, where the card has it
     u64* own;    // the card's: the token under way, and the last that was given up

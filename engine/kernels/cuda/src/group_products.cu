@@ -7,7 +7,7 @@
 #include "blocks.h"
 #include "groups.h"
 
-// As `GroupProductArguments` in groups.py.  Distances are in bytes from a record's begin, -1 for what is not there.
+// Distances are in bytes from a record's begin, -1 for what is not there.
 struct GroupProductArguments {
     u8* out;  // [visits, outputs]
     Groups groups;

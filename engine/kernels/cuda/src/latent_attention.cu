@@ -7,7 +7,6 @@
 constexpr int MOST_RANK = 512, MOST_ROPE = 64;
 constexpr int LATENT_HEADS = 4;  // that share a reading
 
-// As `LatentAttention` in latent.py.
 struct LatentAttention {
     const float* queries;  // [sequences, heads, value_dim + rope], those of latents and then those of rotated keys
     float* out;            // [sequences, heads, value_dim] <- a mixture of latents

@@ -7,7 +7,7 @@
 #include "pages.h"
 #include "shared_tile.h"
 
-// As `LatentQueries` in latent.py.  Steps are in elements.
+// Steps are in elements.
 struct LatentQueries {
     TileRows matrix;      // [heads x (key_dim + value_dim), rank]; of a plain format `weights` alone
     const u8* queries;    // [sequences, heads, key_dim + rope] of `states`

@@ -2,7 +2,6 @@
 #include "shared_tile.h"
 #include "states.h"
 
-// As `LatentValues` in latent.py.
 struct LatentValues {
     TileRows matrix;
     const float* mixed;  // [sequences, heads, rank] latents, as attention mixed them

@@ -2,7 +2,6 @@
 // A residual sum before the norm is computed on the way.
 #include "states.h"
 
-// As `NormArguments` in norm.py.
 struct NormArguments {
     const u8* x;        // [rows, width], `step` elements apart
     const u8* added;    // [rows, width]: added to x first; or null

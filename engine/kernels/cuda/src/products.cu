@@ -15,7 +15,7 @@ constexpr int MOST_VISITS = 1024;
 constexpr int STAGE = 64;  // groups of x that are held in shared memory at a time
 constexpr int NOBODY = -2, ABSENT = -1;
 
-// As `ProductArguments` in products.py.  Distances are in bytes from a record's begin, -1 for what is not there.
+// Distances are in bytes from a record's begin, -1 for what is not there.
 struct ProductArguments {
     const u8* x;         // [tokens, columns]
     u8* out;             // [visits, outputs], or [tokens, rows] if there are shares; of x's type, or floats

@@ -2,7 +2,7 @@
 // Embedding") in one launch: a warp for each head of each token.
 #include "states.h"
 
-// As `RotaryArguments` in rotary.py.  Steps are in elements.
+// Steps are in elements.
 struct HeadsOf {
     const u8* x;        // [rows, heads, dim], steps apart
     u8* out;            // [rows, heads, dim]

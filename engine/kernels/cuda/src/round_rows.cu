@@ -1,7 +1,6 @@
 // The rows of x of sorted visits, rounded once for all of a matrix's rows.
 #include "groups.h"
 
-// As `RoundArguments` in groups.py.
 struct RoundArguments {
     const u8* x;  // [tokens, columns], bf16
     Groups groups;

@@ -7,7 +7,6 @@
 constexpr int MOST_EXPERTS = 512, ROUTED_ROWS = 8;
 constexpr int OF_LANE = MOST_EXPERTS / LANES;
 
-// As `RouterArguments` in router.py.
 struct RouterArguments {
     const u8* x;              // [rows, columns], of `states`
     const u8* weights;        // [experts, columns], of `weight_states`

@@ -2,7 +2,6 @@
 #include "blocks.h"
 #include "card.h"
 
-// As `UnpackArguments` in unpack.py.
 struct UnpackArguments {
     TileRows matrix;
     u8* out;  // [rows, columns]
