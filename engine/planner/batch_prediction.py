@@ -176,8 +176,8 @@ def predict_on_cpu(
     rate = job.rows * job.generated_tokens / sum(whole.values())
     limit = max(whole, key=lambda name: whole[name])
     tokens = job.prompt_tokens + job.generated_tokens
-    held = together * costs.model.context_bytes(tokens, in_pages=True)
-    held -= (together - 1) * costs.model.kv_bytes_per_token() * (job.prompt_tokens - own)
+    held = costs.model.context_bytes(tokens, in_pages=True)
+    held += (together - 1) * costs.model.context_bytes(own + job.generated_tokens, in_pages=True)
     return _prediction(job, together, 1, "", rate, off, limit, held)
 
 
