@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -189,9 +189,9 @@ class _Dense:
             self.others += nbytes
 
     def stored(
-        self, shape: ModelShape, precisions: tuple[str, ...], experts: list[tuple[str, str]], usual: str, head: int
+        self, shape: ModelShape, precisions: tuple[str, ...], experts: Sequence[tuple[str, ...]], usual: str, head: int
     ) -> StoredWeights:
-        used = {*(name for name in self.formats if name != BF16.name), *(name for pair in experts for name in pair)}
+        used = {*(name for name in self.formats if name != BF16.name), *(name for each in experts for name in each)}
         return StoredWeights(
             precisions=precisions,
             formats=tuple(sorted(used or {usual})),
@@ -242,12 +242,13 @@ def _in_place(
 ) -> StoredWeights | None:
     """What the same takes where it lies; `None` if an expert is in anything else than rows of ggml's types, or nothing
     is in them."""
-    by_layer: dict[int, tuple[set[str], set[str]]] = {}
+    by_layer: dict[int, tuple[Counter[str], Counter[str]]] = {}
     for entry in matrices:
         for piece in pieces_of(entry):
             if not isinstance(piece, TensorEntry) or not _is_read(piece):
                 return None
-            by_layer.setdefault(_layer(entry.key), (set(), set()))[bool(_DOWN.search(entry.key))].add(piece.dtype)
+            first, down = by_layer.setdefault(_layer(entry.key), (Counter(), Counter()))
+            (down if _DOWN.search(entry.key) else first)[piece.dtype] += piece.numel
     experts, dense = set(map(id, matrices)), _Dense([0] * shape.layers)
     for entry in (entry for entry in mine if id(entry) not in experts):
         stored = in_rows(entry) if len(entry.shape) == 2 else None
@@ -268,12 +269,15 @@ def _in_place(
         return None
     usual = dense.formats.most_common(1)[0][0] if dense.formats else BF16.name
 
-    def largest(types: set[str]) -> str:
-        return max(types, key=lambda name: format_of(name).bits, default=usual)
+    def kept(weights: Counter[str], matrices: int) -> list[str]:
+        """The type of each matrix, where as many weights are in one as in the other; else the largest."""
+        types = sorted(weights, key=lambda name: format_of(name).bits) or [usual]
+        return types if len(types) == matrices and len(set(weights.values())) == 1 else types[-1:]
 
-    pairs = [(largest(first), largest(down)) for _, (first, down) in sorted(by_layer.items())]
-    pairs = pairs or [(usual, usual)] * shape.moe_layers
-    return dense.stored(shape, precisions, pairs, usual, dense.head or dense.embeddings)
+    up = shape.expert_matrices - 1
+    kinds = [(*kept(first, up), *kept(down, 1)) for _, (first, down) in sorted(by_layer.items())]
+    kinds = kinds or [(usual, usual)] * shape.moe_layers
+    return dense.stored(shape, precisions, kinds, usual, dense.head or dense.embeddings)
 
 
 def _is_read(entry: TensorEntry) -> bool:

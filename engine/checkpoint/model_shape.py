@@ -174,17 +174,23 @@ class ModelShape:
         """A precision for people: its name, or what is stored."""
         return self.stored.words if self.stored is not None and precision == STORED else precision
 
-    def expert_formats(self, precision: str) -> list[tuple[WeightFormat, WeightFormat]]:
-        """Formats of an expert's gate and up matrices, and of its down matrix: of each MoE layer, or one for all."""
+    def expert_formats(self, precision: str) -> list[tuple[WeightFormat, ...]]:
+        """Formats of an expert's gate and up matrices, and of its down matrix: of each MoE layer, or one for all.
+
+        See `StoredWeights.experts`.
+        """
         if precision == STORED and self.stored is not None:
-            return [(format_of(most), format_of(down)) for most, down in self.stored.experts]
+            return [tuple(map(format_of, names)) for names in self.stored.experts]
         return [(format_of(precision), format_of(careful(precision, self.total_weights)))]
 
     def expert_bytes(self, precision: str) -> float:
         """Bytes of one routed expert's matrices, on average over the layers."""
         formats, down = self.expert_formats(precision), self.expert_weights / self.expert_matrices
         up = self.expert_weights - down
-        return sum(up * most.bytes_per_weight + down * of.bytes_per_weight for most, of in formats) / len(formats)
+        return sum(
+            down * last.bytes_per_weight + sum(up / len(first) * each.bytes_per_weight for each in first)
+            for *first, last in formats
+        ) / len(formats)
 
     def layer_bytes_per_weight(self, precision: str) -> float:
         kept = self.stored if precision == STORED else None

@@ -32,7 +32,8 @@ class StoredWeights:
     Attributes:
         precisions: that `auto` chooses from.
         formats: names of all formats that something is kept in.
-        experts: of each MoE layer, names of the formats of an expert's gate and up matrices, and of its down matrix.
+        experts: of each MoE layer, names of the formats of an expert's gate and up matrices, one where they are in the
+            same, and of its down matrix.
         dense_bytes: everything but the experts, on a card.
         layers: the part of it that each layer has.
         tables: the part of it that is in tables whose rows are looked up, the embedding of tokens among them.
@@ -44,7 +45,7 @@ class StoredWeights:
 
     precisions: tuple[str, ...]
     formats: tuple[str, ...]
-    experts: tuple[tuple[str, str], ...]
+    experts: tuple[tuple[str, ...], ...]
     dense_bytes: int
     layers: tuple[int, ...]
     layer_bytes_per_weight: float

@@ -175,10 +175,9 @@ def predict_on_cpu(
     whole = {name: reads * reading[name] + sweeps * decoding[name] for name in reading}
     rate = job.rows * job.generated_tokens / sum(whole.values())
     limit = max(whole, key=lambda name: whole[name])
-    first, others = (
-        costs.model.context_bytes(prompt + job.generated_tokens, in_pages=True) for prompt in (job.prompt_tokens, own)
-    )
-    held = first + (together - 1) * others
+    tokens = job.prompt_tokens + job.generated_tokens
+    held = costs.model.context_bytes(tokens, in_pages=True)
+    held += (together - 1) * costs.model.context_bytes(own + job.generated_tokens, in_pages=True)
     return _prediction(job, together, 1, "", rate, off, limit, held)
 
 

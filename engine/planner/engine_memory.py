@@ -66,9 +66,13 @@ def records_nbytes(model: ModelShape, precision: str) -> tuple[int, ...]:
     biases = [width * up, width * model.hidden] if model.expert_biases else []
     sizes = [
         footprint.record_bytes(
-            [*most.part_bytes(up, model.hidden), *down.part_bytes(model.hidden, model.expert_width), *biases]
+            [
+                *(part for each in first for part in each.part_bytes(up // len(first), model.hidden)),
+                *down.part_bytes(model.hidden, model.expert_width),
+                *biases,
+            ]
         )
-        for most, down in model.expert_formats(precision)
+        for *first, down in model.expert_formats(precision)
     ]
     return tuple(sizes) if len(sizes) == model.moe_layers else (max(sizes),) * model.moe_layers
 

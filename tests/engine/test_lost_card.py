@@ -125,6 +125,27 @@ def test_what_was_written_is_not_written_again(engine: Engine, card: Card, expec
     assert "".join(told) == whole.text
 
 
+def test_who_leaves_meanwhile_has_what_was_written(engine: Engine, card: Card, expected: Reference) -> None:
+    card.fails_at(engine, 4)
+    ended: list[Outcome] = []
+    sampling, told = SamplingParams(max_tokens=NEW_TOKENS), list[str]()
+    request = BatchRequest(
+        0,
+        ids=tuple(PROMPT),
+        sampling=sampling,
+        end_ids=NO_END,
+        on_text=lambda text, _count: told.append(text),
+        cancelled=lambda: card.torch.is_lost,
+    )
+    engine.scheduler.submit(request, ended.append)
+    engine.scheduler.serve()
+    (outcome,) = ended
+    written = tokens(outcome)
+    assert 0 < len(written) < NEW_TOKENS
+    assert written == expected.first[: len(written)]
+    assert (outcome.finish_reason, outcome.text) == ("cancelled", "".join(told))
+
+
 def test_a_fault_that_the_card_survives_ends_the_answer(
     engine: Engine, card: Card, monkeypatch: pytest.MonkeyPatch
 ) -> None:

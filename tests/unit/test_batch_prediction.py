@@ -181,6 +181,14 @@ def test_what_all_prompts_begin_with_is_read_once(question: ForecastQuestion) ->
     shared, read = (predict_on_cpu(costs, job, 40, sweep_tokens=1024) for job in (told.plan.job, apart))
     assert shared.tokens_per_s > 2 * read.tokens_per_s
     assert 0 < 2 * shared.kv_bytes < read.kv_bytes
+    for name in model_names():  # of layers with a window a long beginning holds no more than that
+        costs = engine_costs(read_machine("gcp-l4"), read_model(name), "bf16")
+        held = predict_on_cpu(costs, JobRows(100, 6000, 200, 5900), 40, sweep_tokens=1024).kv_bytes
+        assert (
+            costs.model.context_bytes(6200, in_pages=True)
+            <= held
+            <= 40 * costs.model.context_bytes(6200, in_pages=True)
+        )
 
 
 def test_a_job_of_a_model_that_is_read_from_disk_waits_for_the_disk(

@@ -133,7 +133,7 @@ class Sequence:
         max_tokens: most tokens to generate, and `reached` is the finish reason when they have been.
         earlier: how many of the prompt's first tokens are of earlier turns of a chat. The repetition penalty does not
             count them: to the same question the same answer is right.
-        ids: tokens of the answer so far, an end token included; `told` of them are known to who asked.
+        ids: tokens of the answer so far, an end token included; `told` of them whoever asked knows of.
         is_greedy: whether the next token is simply the most likely one.
         begun_s: when it was asked, by `perf_counter`.
         on_end, on_begin, on_token: see `Scheduler.submit`; the last is told whenever a token is.

@@ -95,8 +95,8 @@ class Background:
         return bool(self._lanes or self.is_busy)
 
     def held_bytes(self, beside: ContinuousBatch | None) -> int:
-        """Bytes of what rows hold, but in the pages of this batch, which counts those itself."""
-        lanes = self._lanes.values()
+        """Bytes of what rows hold, but in the pages of this batch, which counts those itself.  From any thread."""
+        lanes = list(self._lanes.values())  # a job may join or leave meanwhile
         return sum(lane.held_bytes for lane in lanes if beside is None or lane.pool is not beside.pool)
 
     @property

@@ -100,9 +100,10 @@ class Scheduler:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes that the held context takes, that of jobs' rows as well."""
-        own = self._batch.held_bytes if self._batch is not None else 0
-        return own + self.background.held_bytes(self._batch)
+        """Bytes that the held context takes, that of jobs' rows as well.  From any thread."""
+        batch = self._batch
+        own = batch.held_bytes if batch is not None else 0
+        return own + self.background.held_bytes(batch)
 
     def submit(
         self, request: BatchRequest | Sequence, on_end: OnEnd, on_begin: Callable[[], None] = lambda: None
@@ -325,7 +326,7 @@ class Scheduler:
             self._waiting.remove(asked)
             return
         except RequestCancelled:
-            outcome = GenerationResult()
+            outcome = asked.result() if asked.ids else GenerationResult()  # begun on a card that was lost
         except Exception as error:
             if self._loss(error) is not None:
                 raise
