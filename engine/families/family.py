@@ -236,7 +236,7 @@ class Family:
         exact_tokens: configuration -> the longest context within which an answer does not depend on which of its tokens
             are computed together, for a reason specific to this family; `None` if there is no limit.
         gate: the experts' custom gate, if any.
-        fast_path: for single tokens, if the native kernels implement it.
+        fast_path: for a few tokens, if the native kernels implement it.
         draft_head: of its models, where they have one.
         replies: how its answers hold reasoning and calls of tools; `None` for what fine-tuned models commonly write.
         mlx_experts: how checkpoints name the matrices that MLX calls `gate_proj`, `up_proj` and `down_proj`, where it

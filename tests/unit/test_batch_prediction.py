@@ -1,5 +1,6 @@
 """How fast a job will be, before it has run and while it runs."""
 
+import math
 import random
 import statistics
 from dataclasses import replace
@@ -8,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.batch_files.job_watcher import ComputingClock, PaceMeter
@@ -43,8 +44,11 @@ MACHINES = st.sampled_from(machine_names())
 ROWS = st.builds(JobRows, st.integers(1, 5000), st.floats(1, 3000), st.floats(1, 600))
 
 
-@given(MACHINES, MODELS, ROWS, st.integers(1, 512), st.sampled_from(["bf16", "int8", "int4"]))
-def test_more_rows_together_are_never_slower(machine: str, model: str, job: JobRows, rows: int, precision: str) -> None:
+@given(MACHINES, MODELS, ROWS, st.integers(1, 512), st.sampled_from(["bf16", "int8", "int4"]), st.floats(0, 1))
+@example("gcp-l4", "gpt-oss-20b", JobRows(1000, 2100.0, 50.0), 256, "int4", 0.95)
+def test_more_rows_together_are_never_slower(
+    machine: str, model: str, job: JobRows, rows: int, precision: str, share: float
+) -> None:
     costs = engine_costs(read_machine(machine), read_model(model), precision)
     few = predict_on_cpu(costs, job, rows, sweep_tokens=1024)
     many = predict_on_cpu(costs, job, 2 * rows, sweep_tokens=1024)
@@ -54,6 +58,10 @@ def test_more_rows_together_are_never_slower(machine: str, model: str, job: JobR
     assert few.seconds_low < job.rows * job.generated_tokens / few.tokens_per_s < few.seconds_high
     from_disk = predict_on_cpu(costs, job, rows, sweep_tokens=1024, disk_share=0.5)
     assert from_disk.tokens_per_s < few.tokens_per_s
+    shared = predict_on_cpu(costs, replace(job, shared_tokens=job.prompt_tokens * share), rows, sweep_tokens=1024)
+    one = predict_on_cpu(costs, job, 1, sweep_tokens=1024)
+    assert one.kv_bytes <= shared.kv_bytes <= few.kv_bytes  # of windows, too, which share nothing that they passed
+    assert math.isfinite(shared.tokens_per_s)
 
 
 PLAN = BatchPlan("Klotski", "klotski", "klotski", 24, 8, 0.0, 0.0, 70, 3, None, False, 310.0)

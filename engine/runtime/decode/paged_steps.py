@@ -198,7 +198,7 @@ class PagedSteps:
         position = start if position is None else position
         is_few = len(ids) == 1 or (self.is_native and self._step.rows_of(len(ids)) is not None)
         if is_few and start and given is None:
-            return self.write(ids, [piece], [position])[-1:]
+            return self.write(ids, [piece], [position], cancelled)[-1:]
         watched = watched_layers(self._model, start, start + len(ids), total, on_progress, cancelled)
         threads = self._all_threads() if len(ids) > MOST_ROWS else nullcontext()
         with self._set_aside, threads, watched, self._until(cancelled):

@@ -34,7 +34,7 @@ def knows_layer(layer: Any) -> bool:
 
 
 def speed_up_decoder_layers(model: Any, kernels: NativeKernels) -> int:
-    """Gives every decoder layer that the kernels know its fast path for single tokens; returns how many."""
+    """Gives every decoder layer that the kernels know its fast path for a few tokens; returns how many."""
     if count := take_over(_steps_in(model, kernels)):
         known = [layer for layer in model.modules() if knows_layer(layer)]
         keep_in_floats(model, known, all_native=count == len(known))
