@@ -249,6 +249,8 @@ def _structure(name: str) -> type[ctypes.Structure]:
     return type(name, (ctypes.Structure,), {"_fields_": fields})
 
 
+_AS_THEY_ARE = {type(None), bool, int, float}
+
 Argument = dict[str, "Argument"] | torch.Tensor | torch.dtype | tuple[int, ...] | float | None
 """A tensor stands for where it lies, a type for its number, nothing for a null pointer."""
 
@@ -261,7 +263,9 @@ def arguments_of(kernel: Kernel, values: dict[str, Argument]) -> ctypes.Structur
 def _filled(structure: type[ctypes.Structure], values: dict[str, Argument]) -> ctypes.Structure:
     given: dict[str, Any] = {}
     for name, value in values.items():
-        if isinstance(value, torch.Tensor):
+        if type(value) in _AS_THEY_ARE:  # before asking for a tensor, which takes longer than all else here
+            given[name] = value
+        elif isinstance(value, torch.Tensor):
             given[name] = value.data_ptr()
         elif isinstance(value, torch.dtype):
             given[name] = STATES[value]
